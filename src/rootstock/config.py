@@ -14,6 +14,7 @@ from rootstock.units import GIB, KIB, MIB, TIB
 ANY_NAME = "*"  # an alias
 _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _UNITS |= {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
@@ -27,6 +28,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
 LEAST_KEEP_ALIVE_S = 0.1
+LOADS = ("start", "demand")
+LEAST_IDLE_UNLOAD_S = 1.0
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
 MAX_SALT_LENGTH = 1024  # characters; the limit of a tenant's name as well
@@ -43,11 +46,11 @@ def parse_bytes(text: str, option: str = "--kv-budget") -> int:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Parses a time such as "100ms", "0.1s" or "2s" to seconds."""
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(ms|s)\s*", text)
+    """Parses a time such as "100ms", "2s" or "10m" to seconds."""
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(ms|s|m|h)\s*", text)
     if found is None:
-        raise InvalidOption(option, text, "a time with its unit, such as 100ms or 0.1s")
-    return float(found[1]) * (0.001 if found[2] == "ms" else 1.0)
+        raise InvalidOption(option, text, "a time with its unit, such as 100ms, 0.1s or 10m")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def parse_names(text: str, option: str) -> tuple[str, ...]:
@@ -119,8 +122,19 @@ class CacheConfig:
     block_size: int = 32  # tokens
     budget_bytes: int | None = None  # None: a share of the memory that is free after the model is loaded
     enabled: bool = True  # False disables prefix caching (for comparison)
+    # Part of a budget of several models, on a device that takes memory at once. On others they share all of it.
+    device_share: float = 1.0
+    # Parts of the budget that hints may retain and that can be pinned. Active tenants divide them.
+    retained_share: float = 0.9
+    pinned_share: float = 0.25
 
     def __post_init__(self) -> None:
+        for option, share in (
+            ("--retained-share", self.retained_share),
+            ("--pinned-share", self.pinned_share),
+        ):
+            if not (0.0 <= share <= 1.0):
+                raise InvalidOption(option, share, "from 0 to 1")
         if not (1 <= self.block_size <= 4096):
             raise InvalidOption("--block-size", self.block_size, "from 1 to 4096")
         if self.budget_bytes is not None and self.budget_bytes <= 0:
@@ -170,6 +184,7 @@ class EngineConfig:
     draft_tokens: int | None = 0  # draft tokens per request and step; None: as many as are expected to pay
     # Memory of the ids that chats' answers were sampled with: later prompts that repeat an answer get them back.
     answer_memory_bytes: int = 64 * MIB
+    idle_work: bool = False  # cache prompts that requests are expected to send, while no request runs
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -188,6 +203,32 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter to load with the model."""
+
+    name: str  # by which requests choose it
+    path: Path
+
+    def __post_init__(self) -> None:
+        _refuse_unless_a_name("--adapter", self.name)
+
+
+def parse_adapter(text: str) -> AdapterConfig:
+    """Parses NAME=PATH, or vLLM's {"name": …, "path": …}. Raises InvalidOption."""
+    name, separator, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+        except ValueError:
+            given = {}
+        name, path = str(given.get("name", "")), str(given.get("path", ""))
+        separator = "=" if set(given) <= {"name", "path", "base_model_name"} else ""
+    if not (separator and name.strip() and path.strip()):
+        raise InvalidOption("--adapter", text, "NAME=PATH, such as support=adapters/support")
+    return AdapterConfig(name.strip(), Path(path.strip()))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     model: str  # a directory or a hub name
     device: str = "auto"
@@ -201,6 +242,7 @@ class ModelConfig:
     cuda_graphs: bool = False  # record decodes as CUDA graphs; off until they have run on a device
     attention: str = "auto"  # kernel of decodes on a CPU; auto: Numba's where Numba can be imported
     memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
+    adapters: tuple[AdapterConfig, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_unless_in(DEVICES, "--device", self.device)
@@ -213,6 +255,39 @@ class ModelConfig:
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
         if self.served_name is not None:
             _refuse_unless_a_name("--served-model-name", self.served_name)
+        names = [adapter.name for adapter in self.adapters]
+        for name in names:
+            if names.count(name) > 1 or name == self.served_name:
+                raise InvalidOption("--adapter", name, "a name of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModelConfig:
+    """A model of a server with several, and the options that it has of its own."""
+
+    name: str  # in the API
+    model: ModelConfig
+    aliases: tuple[str, ...] = ()  # further names in the API
+    chat_template: str | None = None  # its text; None: the model's own
+    context_limit: int | None = None
+    tool_parser: str = "auto"
+    kv_budget_bytes: int | None = None  # of its own; None: a part of the budget that all models share
+    kv_share: float = 1.0  # weight of its part where a device takes memory at once
+    load: str = "start"  # "start": with the server; "demand": by its first request
+    idle_unload_s: float | None = None  # unload it after this time without requests; None: never
+    pin: bool = False  # never unload it, but when an operator asks
+
+    def __post_init__(self) -> None:
+        _refuse_unless_a_name("name", self.name)
+        _refuse_unless_in(LOADS, "load", self.load)
+        for alias in self.aliases:
+            _refuse_unless_a_name("alias", alias)
+        if self.idle_unload_s is not None and self.idle_unload_s < LEAST_IDLE_UNLOAD_S:
+            raise InvalidOption(
+                "idle-unload", f"{self.idle_unload_s:g}s", f"at least {LEAST_IDLE_UNLOAD_S:g}s"
+            )
+        if not (0.0 < self.kv_share <= 1000.0):
+            raise InvalidOption("kv-share", self.kv_share, "more than 0, and at most 1000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +319,8 @@ class ServerConfig:
     aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
     dashboard: bool = True  # a page at / for browsers
     show_prompts: bool = False  # the dashboard shows the text of cached prompts
+    # Directories from which operators may load LoRA adapters while the server runs. Empty: none may be loaded.
+    adapter_directories: tuple[Path, ...] = ()
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:

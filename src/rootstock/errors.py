@@ -17,6 +17,12 @@
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
+    │   ├── ModelNotLoaded              409  for a route that loads no model
+    │   ├── ModelBusy                   409  requests use the model that should be unloaded
+    │   ├── AdapterNotLoaded            404  a LoRA adapter that was unloaded meanwhile
+    │   ├── AdapterExists               409  another adapter, or a model, has this name
+    │   ├── AdapterLimit                400  no further adapter may be loaded
+    │   ├── IdleWorkOff                 404  the server caches no prompts in idle time
     │   ├── ResponseNotFound            404  no stored response of the tenant has this id
     │   ├── PreviousResponseNotFound    400
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
@@ -42,6 +48,8 @@
     │   ├── ClearUnderWay               429
     │   ├── TooManyLogins               429  failed logins of one address
     │   ├── TooManyViewers              429  of the dashboard
+    │   ├── ModelUnavailable            503  a model could not be loaded
+    │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -56,6 +64,7 @@
     │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, the allowed values
+        │   └── MemoryLacks                  a size beyond the free memory
         ├── AddressUnavailable
         ├── BudgetTooSmall
         ├── ConfigFileInvalid                the file of --config: its line, and the fault
@@ -66,6 +75,7 @@
             ├── ModelWeightsMissing
             ├── TokenizerUnusable
             ├── ChatTemplateInvalid          its syntax, with the line
+            ├── AdapterUnusable          400 a LoRA adapter that is refused, and why
             ├── ModelUnsupported             an architecture or layer kind that is refused, and why
             └── SelfCheckFailed              packed attention and the model's own differ, with the figures
 
@@ -146,6 +156,16 @@ class Unsupported(RequestError):
 
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(f"'{name}' is not supported here. {remedy}", param=name)
+
+
+class IdleWorkOff(RequestError):
+    code = "idle_work_off"
+    http_status = 404
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server caches no prompts in idle time. Start it without --no-idle-work and --no-cache."
+        )
 
 
 class ConstraintRefused(RequestError):
@@ -275,6 +295,61 @@ class ModelNotFound(RequestError):
         )
 
 
+class ModelNotLoaded(RequestError):
+    code = "model_not_loaded"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model {shown(name)} is not loaded. A request to it loads it, and so does POST /v1/models/load.",
+            param="model",
+        )
+
+
+class ModelBusy(RequestError):
+    code = "model_busy"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model {shown(name)} cannot be unloaded now: requests use it, it is being loaded, or it is served "
+            "for good. Try again when they have ended.",
+            param="model",
+        )
+
+
+class AdapterNotLoaded(RequestError):
+    code = "adapter_not_loaded"
+    http_status = 404
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"The LoRA adapter {shown(adapter)} is not loaded, or was unloaded meanwhile.", param="model"
+        )
+        self.adapter = adapter
+
+
+class AdapterExists(RequestError):
+    code = "adapter_exists"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The name {shown(name)} is taken by a model or by another adapter. Unload that adapter first, or choose "
+            "another name.",
+            param="lora_name",
+        )
+        self.name = name
+
+
+class AdapterLimit(RequestError):
+    code = "adapter_limit"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} LoRA adapters are loaded, and no more are allowed. Unload one first.")
+        self.limit = limit
+
+
 class RouteNotFound(RequestError):
     code = "not_found"
     http_status = 404
@@ -304,6 +379,26 @@ class ResponseNotFound(RequestError):
             f"There is no stored response {shown(id)}. It was sent with 'store': false, or deleted, or evicted to "
             "make room for later ones (--responses-budget)."
         )
+
+
+class PinNotFound(RequestError):
+    code = "pin_not_found"
+    http_status = 404
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"There is no pin {shown(id)}. It was released, or dropped to make room for a request. "
+            "GET /v1/cache/pins lists the pins.",
+            param="id",
+        )
+
+
+class PinNotGranted(RequestError):
+    code = "pin_not_granted"
+    http_status = 409
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"Nothing is pinned: {reason}.")
 
 
 class PreviousResponseNotFound(RequestError):
@@ -477,6 +572,19 @@ class QueueFull(Overloaded):
         self.max_queue = max_queue
 
 
+class ModelUnavailable(Overloaded):
+    code = "model_unavailable"
+    http_status = 503
+
+    def __init__(self, name: str, cause: str, retry_s: float) -> None:
+        super().__init__(
+            f"The model {shown(name)} could not be loaded ({cause}); the server's log has the details. The server "
+            f"tries again for a request that comes after {max(1, round(retry_s))} s."
+        )
+        self.cause = cause
+        self.retry_s = retry_s
+
+
 class ClearUnderWay(Overloaded):
     code = "clear_under_way"
 
@@ -496,6 +604,16 @@ class TooManyViewers(Overloaded):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"{limit} pages watch this server already. Close one of them.")
+
+
+class IdleWorkFull(Overloaded):
+    code = "idle_work_full"
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(
+            f"Too many prompts wait to be cached in idle time: {waiting:,} of yours, of at most {limit:,}. Try again "
+            "when some of them are cached."
+        )
 
 
 class TooManyConnections(Overloaded):
@@ -626,6 +744,10 @@ class InvalidOption(StartupError):
         self.allowed = allowed
 
 
+class MemoryLacks(InvalidOption):
+    """A size beyond the memory that is free: it may be enough when another model is unloaded."""
+
+
 class ConfigFileInvalid(StartupError):
     code = "config_file_invalid"
 
@@ -733,6 +855,16 @@ class ChatTemplateInvalid(ModelError):
             f"The chat template of {source} cannot be used: {detail}. Correct it, or give another with "
             "--chat-template FILE."
         )
+
+
+class AdapterUnusable(ModelError):
+    code = "adapter_unusable"
+    http_status = 400
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"The LoRA adapter {shown(adapter)} cannot be used: {reason}.")
+        self.adapter = adapter
+        self.reason = reason
 
 
 class ModelUnsupported(ModelError):

@@ -152,14 +152,14 @@ def test_a_hit_in_verification_does_not_outlast_a_clear() -> None:
     bench.engine = engine
     for _ in range(2):
         bench.answer(PROMPT, salt="a")
-    engine.verify_hits()
+    engine.work_idly()
     verifier = engine.hit_verifier
     assert verifier._check is not None
     engine.clear_cache("a")
     assert salts_in(bench) == set()
     bench.cache.check()
     while verifier.has_work:
-        engine.verify_hits()
+        engine.work_idly()
     assert verifier.counts == {"given up": 1}
 
 

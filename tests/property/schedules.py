@@ -8,6 +8,7 @@ have got alone, and at the end every row of every pool is accounted for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
@@ -26,6 +27,7 @@ from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -75,6 +77,9 @@ class Outcome:
     returned_rows: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    idle_tokens: int = 0
+    idle_hit_tokens: int = 0
+    idle_evicted_tokens: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -247,6 +252,7 @@ def _live(
         context_limit=max(2, blocks * block_size),  # also for models without a limit of their own
         seed=seed,
         draft_tokens=None if drafts else 0,
+        idle_work=seed // 3 % 2 == 0,
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
     clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays
@@ -264,6 +270,7 @@ def _live(
     if provenance is not None:
         engine.public_heads = provenance.heads
     clients: list[Client] = []
+    idle_rng = np.random.default_rng([seed, 2])
     to_come = int(rng.integers(3, 16))
     while to_come or engine.scheduler.has_work:
         action = rng.random()
@@ -271,6 +278,8 @@ def _live(
             to_come -= 1
             salts = ("", "", "", "tenant") if provenance is None else SALTS
             client = Client(_request(rng, [*before, *clients], engine.context_limit, salts))
+            _warm(idle_rng, engine, [client])
+            _work_while_idle(idle_rng, engine)
             try:
                 engine.submit(client.request, client.events.append)
                 clients.append(client)
@@ -285,11 +294,13 @@ def _live(
         elif action < 0.44 and provenance is not None:
             engine.clear_public_heads()
         engine.step()
+        _warm(idle_rng, engine, [*before, *clients])
+        _work_while_idle(idle_rng, engine)
         if connector is not None:
             connector.run()
             verifier = engine.hit_verifier
             while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
-                engine.verify_hits()
+                engine.work_idly()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
@@ -301,6 +312,7 @@ def _live(
             engine.scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
+    engine.idle_work.pause()
     if connector is not None:
         if engine.hit_verifier is not None:
             engine.hit_verifier.pause()
@@ -310,6 +322,9 @@ def _live(
         connector.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not connector.loading
+    if engine.idle_prefills is not None:
+        engine.idle_prefills.close()
+        assert not engine.idle_prefills.waiting
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -333,6 +348,30 @@ def _live(
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     return [*before, *clients]
+
+
+def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> None:
+    """Asks at times for idle work on the prompt of a request, whole or in part, or with other tokens at its end."""
+    if engine.idle_prefills is None or not clients or rng.random() < 0.7:
+        return
+    of = clients[int(rng.integers(len(clients)))].request
+    tokens = of.tokens[: int(rng.integers(1, len(of.tokens) + 1))]
+    if rng.random() < 0.5:
+        tokens = np.concatenate((tokens, rng.integers(0, VOCAB, int(rng.integers(1, 30)), np.int32)))
+    boundaries = tuple(each for each in of.boundaries if each.position <= len(tokens))
+    kind = list(IdleKind)[int(rng.integers(len(IdleKind)))]
+    owner = None if rng.random() < 0.5 else "owner"
+    with contextlib.suppress(RootstockError):
+        engine.prefill_in_idle_time(IdlePrefill(kind, tokens, of.salt, owner, boundaries))
+
+
+def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
+    """Does some idle work, unless a request is in the engine."""
+    if engine.idle_prefills is None or engine.scheduler.has_work:
+        return
+    engine.step()  # the commands that queue it
+    while engine.idle_prefills.has_work and rng.random() < 0.9:
+        engine.work_idly()
 
 
 class Guesses:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, Kind, RecordKey
 from rootstock.cache.lease import Match
 from rootstock.cache.tier_index import TierHit
@@ -103,6 +104,9 @@ class SimulatedTier:
         assert difference(identity, stored) is None, "a record was asked for under another's name"
         self._failing.loaded += 1
         return _loaded(views, payload)
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        assert all(keep.lasts_s > 0 for keep in keeps.values())
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         list(keys)

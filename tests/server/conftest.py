@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
@@ -60,6 +61,7 @@ class Served:
     client: httpx.Client
     assembly: Assembly
     runtime: FakeRuntime
+    app: FastAPI
 
     def chat(self, text: str, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/chat/completions", json={"messages": user(text), **fields})
@@ -146,7 +148,7 @@ def served_by_oracle(
         running(app, made.engine, limits=limits) as url,
         httpx.Client(base_url=url, timeout=HANG_S) as client,
     ):
-        yield Served(url, client, made, runtime)
+        yield Served(url, client, made, runtime, app)
 
 
 @pytest.fixture(scope="module")

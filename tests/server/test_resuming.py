@@ -174,7 +174,7 @@ def test_boundaries_are_not_searched_for_a_model_that_resumes_anywhere(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(boundaries, "boundaries_of", never)
+    monkeypatch.setattr(boundaries, "_Finder", never)
     with serve() as served:
         assert served.chat("Hello.").status_code == 200
     with serve(families=HYBRIDS["states"]) as served:

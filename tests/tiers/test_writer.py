@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rootstock.tiers.writer
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
@@ -57,6 +58,7 @@ class SlowTier:
         return Miss(MissKind.ABSENT)
 
     def touch(self, keys: Iterable[RecordKey]) -> None: ...
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None: ...
 
     def entries(self) -> Iterator[Entry]:
         return iter(())

@@ -79,6 +79,7 @@ class Admission:
         watermark_blocks: int,
         boundaries: Sequence[Boundary],
         tier_hit: TierHit | None,
+        is_idle: bool = False,
         session: int = 0,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is that of the
@@ -128,6 +129,7 @@ class Admission:
 
         # Nothing can fail from here on. The lease uses the hit first, so that eviction does not take it.
         lease = self._lease(match, hit)
+        lease.is_idle = is_idle
         lease.session = session
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
@@ -136,6 +138,22 @@ class Admission:
             self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
+
+    def make_idle_room(self, match: Match, tier_hit: TierHit | None) -> bool:
+        """Evicts entries that rank below idle work until the rows of a prompt are free. Keeps the prompt's hit.
+
+        Returns False if that frees too little.
+        """
+        hit = self._hit(match)
+        loaded = self._none_loaded if tier_hit is None else self._loaded_windows(tier_hit)
+        rows = self._rows_needed(self._new_blocks(match, hit), hit, loaded, 0)
+        if not self._pools.can_allocate(rows, self._cached_rows(hit)):
+            return False
+        protection = self._tree.protect(match)
+        try:
+            return self._tree.make_room_below(rows, self._tree.unasked_rank())
+        finally:
+            self._tree.unprotect(protection)
 
     def pin(self, match: Match) -> Lease:
         """Makes a lease that only references the hit of a match, so that none of its rows is evicted. Takes no row."""
@@ -321,6 +339,8 @@ class Admission:
             if not pools.can_allocate(rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)
         rows = Rows(full, windows)
+        if lease.is_idle and not self._tree.make_room_below(rows, self._tree.unasked_rank()):
+            return Deferred(pools.bytes_of(rows), pools.available_bytes)
         if not pools.can_allocate(rows):
             if not self._can_detach(lease, new_tokens, rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)

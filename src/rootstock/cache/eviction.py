@@ -42,6 +42,9 @@ class EvictionPolicy(Protocol):
     def observe_reuse(self, idle_s: float) -> bool:
         """Learns that an unreferenced entry was reused after `idle_s`. Returns True if all ranks have changed."""
 
+    def log_value(self, rank: float, now: float) -> float:
+        """Returns the logarithm of the value of an entry with this rank: 0 for a plain block that is used now."""
+
 
 class MostValuableLast:
     """Ranks by expected saving per byte, if the chance of reuse falls e-fold with every `patience_s` of idleness.
@@ -72,6 +75,9 @@ class MostValuableLast:
             return False
         self.patience_s = patience_s
         return True
+
+    def log_value(self, rank: float, now: float) -> float:
+        return (rank - now) / self.patience_s
 
 
 _LEARNING = 0.1

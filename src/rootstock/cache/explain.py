@@ -48,6 +48,15 @@ class LoadChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundRetention:
+    """The retention of the deepest part of a found prefix."""
+
+    lasts_s: float  # from now on, if it is not used again
+    priority: int
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     prompt_tokens: int
     matched_tokens: int  # that need not be computed
@@ -64,6 +73,8 @@ class Explanation:
     below: LoadChoice | None = None  # of a deeper hit in the tier below; None: there is none
     # The span in which the prompt diverges, if a cached prefix agrees with it again soon after. None: none does.
     volatile: Realignment | None = None
+    retention: FoundRetention | None = None  # of the found prefix; None: no hint keeps it
+    lost_although_retained: bool = False  # the evicted tokens were within their time to live
 
     def of_the_prompt(self) -> Explanation:
         """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
@@ -86,17 +97,24 @@ class Explanation:
             pending_tokens=None,
             below=None,
             volatile=None,
+            retention=None,
+            lost_although_retained=False,
         )
 
 
 def explain_match(
-    match: Match, history: EvictionHistory, reuse: bool, volatile: Realignment | None = None
+    match: Match,
+    history: EvictionHistory,
+    reuse: bool,
+    volatile: Realignment | None = None,
+    retention: FoundRetention | None = None,
 ) -> Explanation:
     """Derives the reason from the match and from the history of evictions."""
     tokens, found = match.tokens, match.found
     all_cached = found == len(tokens)
     alternatives: tuple[int, ...] = ()
     evicted = 0
+    lost_although_retained = False
     if match.node is not None and not all_cached:
         node = match.node
         if found < node.end:
@@ -104,6 +122,7 @@ def explain_match(
         else:
             alternatives = tuple(node.children)[:MAX_ALTERNATIVES]
             evicted = history.evicted_after(node, tokens[found:])
+            lost_although_retained = evicted > 0 and history.was_retained(node, tokens[found:])
     cap: Cap
     if not reuse:
         cap = "cache_off"
@@ -130,8 +149,11 @@ def explain_match(
         pending_tokens=0 if match.pending is None else max(0, match.pending.until - found),
         found_tokens=found,
         capped_by=match.capped_by,
-        message=_message(cap, match, alternatives, evicted, volatile),
+        message=_message(cap, match, alternatives, evicted, volatile)
+        + (_LOST_ALTHOUGH_RETAINED if cap == "evicted" and lost_although_retained else ""),
         volatile=volatile,
+        retention=retention,
+        lost_although_retained=lost_although_retained,
     )
 
 
@@ -173,4 +195,7 @@ def _volatile_message(volatile: Realignment) -> str:
     )
 
 
+_LOST_ALTHOUGH_RETAINED = (
+    " A hint retained them: running requests or retained prefixes of higher rank needed their memory."
+)
 _NOTHING_CACHED = "Nothing cached begins with this prompt's first token."

@@ -25,7 +25,7 @@ from rootstock.cache.admission import Admission
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
-from rootstock.cache.explain import Explanation, explain_match
+from rootstock.cache.explain import Explanation, FoundRetention, explain_match
 from rootstock.cache.families import Family
 from rootstock.cache.hints import CacheHints
 from rootstock.cache.integrity import check_cache
@@ -38,7 +38,9 @@ from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, continuation
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
+from rootstock.cache.retention import keep_of
 from rootstock.cache.sessions import Sessions
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
@@ -53,8 +55,8 @@ class KVCache:
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
     below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
-    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. Raises
-    BudgetTooSmall.
+    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
+    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class KVCache:
         through: bool = False,
         retained_share: float = RETAINED_SHARE,
         pinned_share: float = PINNED_SHARE,
+        share: BudgetShare | None = None,
     ) -> None:
         self._retained_share = retained_share
         self._pinned_share = pinned_share
@@ -84,17 +87,22 @@ class KVCache:
         self._policy = MostValuableLast() if policy is None else policy
         self._clock = clock
         self._fixed_rows = rows
+        self.share = share
         self._lease_ids = itertools.count()
         self._start_empty()
 
     def _start_empty(self) -> None:
-        pools = self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
+        pools = self.pools = Pools(
+            self.families, self.budget_bytes, self.block_size, self._fixed_rows, self.share
+        )
         self.write_back = (
             None
             if self.stored is None
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
+        if self.share is not None:
+            self.share.attach(tree)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -129,6 +137,11 @@ class KVCache:
     def resume_anywhere(self) -> bool:
         """True if a cached prefix can be resumed at any position, so that checkpoints have no use."""
         return self.pools.resume_anywhere
+
+    @property
+    def others_live_bytes(self) -> int:
+        """Bytes of a shared budget that running requests of other models use."""
+        return 0 if self.share is None else self.share.others_live_bytes
 
     @property
     def capacity_tokens(self) -> int:
@@ -206,7 +219,19 @@ class KVCache:
 
     def explain_hit(self, match: Match) -> Explanation:
         """Tells how much a current match hits, and why no more. Changes nothing."""
-        return explain_match(match, self.tree.evicted, self.reuse, self._realignment(match))
+        return explain_match(
+            match, self.tree.evicted, self.reuse, self._realignment(match), self._retention_of(match)
+        )
+
+    def _retention_of(self, match: Match) -> FoundRetention | None:
+        if match.node is None or not match.found:
+            return None
+        keep = keep_of(match.node, self._clock())
+        pins = {pinned.lease for pinned in self._pins.of(None)}
+        is_pinned = any(lease in pins for lease in self.tree.leases_below(match.node)) if pins else False
+        if keep is None:
+            return FoundRetention(0.0, 0, True) if is_pinned else None
+        return FoundRetention(keep.lasts_s, keep.priority, is_pinned)
 
     # --------------------------------------------------------------------------- the cycle of a request
 
@@ -218,6 +243,7 @@ class KVCache:
         tier_hit: TierHit | None = None,
         *,
         counted: bool = True,
+        is_idle: bool = False,
         hints: CacheHints | None = None,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
@@ -229,7 +255,7 @@ class KVCache:
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
-        `hints` (`Lease.hint_outcomes`).
+        `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
         """
         assert len(match.tokens) > 0
         if tier_hit is not None:
@@ -243,16 +269,27 @@ class KVCache:
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
         answer = self._admission.admit(
-            match, watermark_blocks, boundaries, tier_hit, 0 if session is None else session.id
+            match, watermark_blocks, boundaries, tier_hit, is_idle, 0 if session is None else session.id
         )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
-            if counted:
+            if counted or (hints is not None and hints.retentions):
                 self._retainer.begin(hints, answer.lease)
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
         return answer
+
+    def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
+        """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
+
+        Returns False if that is not possible. The match and the tier hit may be out of date afterwards.
+        """
+        return self._admission.make_idle_room(match, tier_hit)
+
+    def unasked_tokens(self, namespace: Namespace) -> int:
+        """Returns how many tokens of idle work a namespace has that no request has used."""
+        return self.tree.unasked_tokens[namespace]
 
     def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
         counters = self.counters
@@ -300,7 +337,7 @@ class KVCache:
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
-        else:
+        elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
         plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])
@@ -354,7 +391,7 @@ class KVCache:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
         resident memory stays within the budget. Execute the plan before the next write to newly allocated rows."""
         plan = self._with_stores(NOTHING)
-        if self.pools.backed_bytes <= self.pools.budget_bytes or self._fixed_rows is not None:
+        if self._fixed_rows is not None or self.pools.excess_bytes <= 0:
             return plan
         return replace(plan, returned=tuple(self.pools.return_rows()))
 

@@ -117,6 +117,7 @@ class Lease:
     checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
     resumed_from: Checkpoint | None = None  # referenced until something is computed
     is_loaded: bool = False  # a part of its hit was loaded, after its first plan
+    is_idle: bool = False  # of idle work: no request waits for it
     hints: CacheHints | None = None
     session: int = 0  # of its request; 0: none
     claims: tuple[Claim, ...] = ()  # granted hints

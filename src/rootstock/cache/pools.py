@@ -17,6 +17,7 @@ import numpy as np
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool
 from rootstock.cache.families import Family, FullAttention, RecurrentState, WindowFamily, row_bytes
 from rootstock.cache.plan import RowsReturned
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId
 from rootstock.errors import BudgetTooSmall
 
@@ -76,6 +77,7 @@ class Pools:
         budget_bytes: int,
         block_size: int,
         rows: Sequence[int] | None = None,
+        share: BudgetShare | None = None,
     ) -> None:
         assert families
         full = [f for f in families if isinstance(f, FullAttention)]
@@ -89,6 +91,7 @@ class Pools:
         if budget_bytes < 2 * of_block + of_state:
             raise BudgetTooSmall(budget_bytes, 2 * of_block + of_state, of_block, of_state)
         self.budget_bytes = budget_bytes
+        self.share = share  # in a budget that several caches share; None: the budget is this cache's alone
         self.block_size = block_size
         # Of each family, in the model's order.
         self.rows = tuple(budget_bytes // cost for cost in costs) if rows is None else tuple(rows)
@@ -100,7 +103,9 @@ class Pools:
         for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
             is_window = not isinstance(family, RecurrentState | FullAttention)
             pool = BlockPool(
-                count, weakly_referenced=is_window, returnable=rows is None and len(families) > 1
+                count,
+                weakly_referenced=is_window,
+                returnable=rows is None and (len(families) > 1 or share is not None),
             )
             if isinstance(family, RecurrentState):
                 self.states = FamilyPool(family, pool, cost, -1, index)
@@ -118,6 +123,8 @@ class Pools:
         ]
         # A cached prefix can be resumed at any position, so that checkpoints have no use.
         self.resume_anywhere = len(self.every) == 1
+        # There is one pool, and the budget pays for every row of it: rows are counted, and bytes need not be.
+        self._only_rows = self.resume_anywhere and share is None
 
     @staticmethod
     def slot_rows(slot: SlotId) -> BlockIds:
@@ -130,18 +137,29 @@ class Pools:
 
     @property
     def free_bytes(self) -> int:
-        return self.budget_bytes - self.owned_bytes
+        return self.budget_bytes - self.owned_bytes if self.share is None else self.share.budget.free_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the rows that can be evicted."""
+        return sum(pool.cached_bytes for pool in self.every)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of free rows, and of cached rows that no lease uses: all of them can be evicted."""
-        cached_bytes: int = sum(pool.cached_bytes for pool in self.every)
-        return self.free_bytes + cached_bytes
+        """Bytes of free rows, and of cached rows that no lease uses: all of them can be evicted, also those of the
+        other caches of a shared budget."""
+        others = 0 if self.share is None else self.share.others_cached_bytes
+        return self.free_bytes + self.cached_bytes + others
 
     @property
     def backed_bytes(self) -> int:
         """Bytes of the rows that have memory, in use or not."""
         return sum(pool.pool.backed_blocks * pool.row_bytes for pool in self.every)
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of memory beyond the budget, which free rows must give back to the system."""
+        return self.backed_bytes - self.budget_bytes if self.share is None else self.share.excess_bytes
 
     @property
     def capacity_blocks(self) -> int:
@@ -164,7 +182,7 @@ class Pools:
         """Chooses free rows that must lose their memory so that the memory of all pools stays within the budget."""
         returned: list[RowsReturned] = []
         for pool in sorted(self.every, key=lambda p: p.owned_bytes - p.pool.backed_blocks * p.row_bytes):
-            over = self.backed_bytes - self.budget_bytes
+            over = self.excess_bytes
             if over > 0 and pool.row_bytes:
                 rows = pool.pool.return_blocks(-(-over // pool.row_bytes))
                 if len(rows):
@@ -189,12 +207,12 @@ class Pools:
     def missing_bytes(self, rows: Rows) -> int:
         """Returns the bytes of these rows beyond the free ones; 0 for a single pool, all of whose rows the budget
         pays for."""
-        return 0 if self.resume_anywhere else max(0, self.bytes_of(rows) - self.free_bytes)
+        return 0 if self._only_rows else max(0, self.bytes_of(rows) - self.free_bytes)
 
     def can_allocate(self, rows: Rows, kept: Rows | None = None) -> bool:
         """Returns True if so many rows can be allocated, with eviction where needed. `kept` of the cached rows must
         stay; a negative number is that of used rows that can be evicted besides the cached ones."""
-        if self.resume_anywhere:  # one pool, and the budget pays for every row of it
+        if self._only_rows:
             full = self.full.pool
             return rows.full + (kept.full if kept else 0) <= full.free_blocks + full.cached_blocks
         wanted = self._counts(rows)
@@ -206,7 +224,7 @@ class Pools:
         return self.bytes_of(rows) <= self.available_bytes - kept_bytes
 
     def has_free(self, rows: Rows) -> bool:
-        if self.resume_anywhere:
+        if self._only_rows:
             return rows.full <= self.full.pool.free_blocks
         return self.bytes_of(rows) <= self.free_bytes and all(
             wanted <= pool.pool.free_blocks
@@ -217,3 +235,5 @@ class Pools:
         for pool in self.every:
             pool.pool.check()
         assert 0 <= self.owned_bytes <= self.budget_bytes, "over the budget"
+        if self.share is not None:
+            self.share.budget.check()

@@ -6,7 +6,9 @@ running lease is attached to one node (`Lease.node`), at whose end its published
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
+    CHANCE_WHEN_UNASKED,
     Checkpoint,
     CheckpointKind,
     HitProtection,
@@ -29,12 +32,24 @@ from rootstock.cache.radix_node import (
     walk,
 )
 from rootstock.cache.retention import Grant, RetentionLedger
+from rootstock.cache.shared_budget import Value
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 # Empty namespaces that are kept because `explain` tells about their evicted prefixes.
 MAX_EMPTY_ROOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _UnaskedEntry:
+    """A prefix that idle work is about to add, for eviction policies."""
+
+    last_used: float
+    hits: int = 0
+    start: int = 0
+    end: int = 0
+    worth: float = CHANCE_WHEN_UNASKED
 
 
 class PrefixTree:
@@ -62,6 +77,8 @@ class PrefixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
+        # Tokens of the nodes that idle work has added and no request has used. Never an entry of 0.
+        self.unasked_tokens: Counter[Namespace] = Counter()
         self.ledger = RetentionLedger()
         self.token_bytes = pools.full.row_bytes // pools.block_size
         self._policy = policy
@@ -75,6 +92,11 @@ class PrefixTree:
     def leases_at(self, node: Node) -> Collection[Lease]:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
+
+    def leases_below(self, node: Node) -> Iterator[Lease]:
+        """Yields the leases that reference this node: O(nodes below it)."""
+        for step in (node, *walk(node)):
+            yield from self.leases_at(step)
 
     def roots_of(self, namespace: Namespace) -> list[Root]:
         """Returns the namespace's root, if it has one, and its private roots."""
@@ -147,28 +169,43 @@ class PrefixTree:
         """References every node on the path for the lease, which uses all of their blocks already."""
         self.version += 1
         now = self._clock()
-        if lease.hit_tokens and not node.ref_count:
+        if lease.hit_tokens and not node.ref_count and not lease.is_idle:
             self._observe_reuse(now - node.last_used)
         lease.node = node
         self._join(node, lease)
         for step in node.path():
             step.ref_count += 1
-            step.hits += 1
+            step.hits += not lease.is_idle
             step.last_used = now
             step.passed_by = False
-            self._used_by(step, lease)
+            if not lease.is_idle:
+                if step.unasked:
+                    self.counters.idle_hit_tokens += step.end - step.start
+                    self._asked(step)
+                self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
         turn = node.checkpoints.get(node.end)
         if turn is not None and turn.kind is CheckpointKind.USER:
             self._pass_by(node)
-        if lease.resumed_from is not None:
+        if lease.resumed_from is not None and not lease.is_idle:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
             self._undemote(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
+
+    def _asked(self, node: Node) -> None:
+        """Makes a node that idle work has added one like any other."""
+        node.unasked = False
+        self._count_unasked(node, node.start - node.end)
+
+    def _count_unasked(self, node: Node, tokens: int) -> None:
+        namespace = _namespace_of(node)
+        self.unasked_tokens[namespace] += tokens
+        if not self.unasked_tokens[namespace]:
+            del self.unasked_tokens[namespace]
 
     def hold(self, lease: Lease, node: Node) -> None:
         """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
@@ -221,8 +258,8 @@ class PrefixTree:
 
     def _observe_reuse(self, idle_s: float) -> None:
         """Tells the policy that an unreferenced prefix is used again."""
-        if self.pools.resume_anywhere:  # then every entry has the same worth, and idle times change no order
-            return
+        if self.pools.resume_anywhere and self.pools.share is None:
+            return  # every entry has the same worth, and idle times change no order
         if self._policy.observe_reuse(idle_s):
             self.queue.renew()
             self.checkpoints.renew()
@@ -398,6 +435,9 @@ class PrefixTree:
                 self.pool.hold(fresh)
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
+            if node.unasked:
+                self.counters.idle_tokens += end - position
+                self._count_unasked(node, end - position)
             self.evicted.forget_below(node)
             self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
@@ -410,6 +450,10 @@ class PrefixTree:
         )
         lease.own_leaf = leaf
         leaf.ref_count = 1
+        if lease.is_idle:
+            leaf.unasked = True
+            self.counters.idle_tokens += end - position
+            self._count_unasked(leaf, end - position)
         leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
@@ -622,6 +666,10 @@ class PrefixTree:
                 return False
         return True
 
+    def unasked_rank(self) -> Rank:
+        """Returns the rank that idle work gives to the prefix that it adds now."""
+        return False, False, 0, 0, self._policy.rank(_UnaskedEntry(self._clock()))
+
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks
         lower."""
@@ -635,20 +683,70 @@ class PrefixTree:
             checkpoint = self.checkpoints.peek()
         by_leaf = leaf is not None and (checkpoint is None or leaf <= checkpoint)
         rank = leaf if by_leaf else checkpoint
-        if rank is None or (below is not None and rank >= below):
-            return False
+        is_ours = rank is not None and (below is None or rank < below)
+        share = self.pools.share
+        if share is not None and missing_bytes and missing_blocks <= 0:
+            limit = rank if is_ours else below
+            if share.evict_elsewhere(
+                missing_bytes, None if limit is None else share.valued(self._value(limit))
+            ):
+                return True
+        if is_ours:
+            self._evict_first(by_leaf, missing_blocks, missing_bytes)
+        return is_ours
+
+    def _evict_first(self, by_leaf: bool, missing_blocks: int, missing_bytes: int) -> None:
+        """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint."""
         self.version += 1
         if by_leaf:
-            node = self.queue.pop()
+            full = self.pools.full
             by_bytes = -(-missing_bytes // full.row_bytes) if full.row_bytes else 0
-            self._trim(node, max(1, missing_blocks, by_bytes))
-        else:
-            chosen = self.checkpoints.pop()
-            if self.write_back is not None:
-                self.write_back.add_checkpoint(chosen)
-            self.drop(chosen)
-            self.counters.checkpoints_evicted += 1
-        return True
+            self._trim(self.queue.pop(), max(1, missing_blocks, by_bytes))
+            return
+        chosen = self.checkpoints.pop()
+        if self.write_back is not None:
+            self.write_back.add_checkpoint(chosen)
+        self.drop(chosen)
+        self.counters.checkpoints_evicted += 1
+
+    # ------------------------------------------------------------------- for the caches of a shared budget
+
+    @property
+    def owned_bytes(self) -> int:
+        return self.pools.owned_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return self.pools.cached_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.pools.backed_bytes
+
+    def least_value(self) -> Value | None:
+        """Returns the value of the leaf or checkpoint to evict next; None: there is none. Ends expired grants."""
+        self.expire_grants()
+        first = self._first()
+        return None if first is None else self._value(first[0])
+
+    def evict_least(self, missing_bytes: int) -> None:
+        """Makes one step towards so many free bytes: evicts the tail of a leaf or a checkpoint."""
+        first = self._first()
+        assert first is not None
+        self._evict_first(first[1], 0, missing_bytes)
+
+    def _first(self) -> tuple[Rank, bool] | None:
+        """Returns the rank of the entry with memory to evict next, and whether it is a leaf."""
+        leaf = self.queue.peek() if self.pools.full.row_bytes else None
+        checkpoint = self.checkpoints.peek()
+        if leaf is not None and (checkpoint is None or leaf <= checkpoint):
+            return leaf, True
+        return None if checkpoint is None else (checkpoint, False)
+
+    def _value(self, rank: Rank) -> Value:
+        return *rank[:4], self._policy.log_value(rank[4], self._clock())
+
+    # ------------------------------------------------------------------------------------------ clearing
 
     def clear(self) -> None:
         """Drops everything that no lease references, and the history of evictions."""
@@ -701,6 +799,9 @@ class PrefixTree:
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
+            if leaf.unasked:
+                self.counters.idle_evicted_tokens += leaf.end - end
+                self._count_unasked(leaf, end - leaf.end)
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
             self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
@@ -712,6 +813,7 @@ class PrefixTree:
         self._write_back(leaf, leaf.start)
         self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.idle_evicted_tokens += leaf.unasked * (leaf.end - leaf.start)
         self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
@@ -732,6 +834,8 @@ class PrefixTree:
         assert leaf.is_leaf
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
+        if leaf.unasked:
+            self._asked(leaf)
         self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
         self.ledger.clear(leaf, self.size_bytes(leaf))
@@ -800,8 +904,12 @@ class PrefixTree:
 
     def check(self) -> None:
         """Asserts the invariants of every node and every root."""
+        unasked: Counter[Namespace] = Counter()
         for node in self.nodes():
             self._check_node(node)
+            if node.unasked:
+                unasked[_namespace_of(node)] += node.end - node.start
+        assert unasked == self.unasked_tokens
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
         private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
         assert len(private) == sum(map(len, self._private_roots.values()))
@@ -839,6 +947,10 @@ class PrefixTree:
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
+
+
+def _namespace_of(node: Node) -> Namespace:
+    return next(step for step in node.path() if isinstance(step, Root)).namespace
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

@@ -26,6 +26,8 @@ from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
 USELESS = 1 / 64
+# Chance that a request asks for a prefix of idle work, relative to one that a request has asked for.
+CHANCE_WHEN_UNASKED = 0.5
 
 
 class CheckpointKind(StrEnum):
@@ -98,6 +100,7 @@ class Node:
         default_factory=dict
     )  # of queued requests that would hit it
     passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
+    unasked: bool = False  # computed or loaded in idle time, and not used by a request yet
     hits: int = 0
     queue_ticket: int = 0
     grant: Grant | None = None  # its retention
@@ -151,7 +154,7 @@ class Node:
         together, and blocks behind the last checkpoint are worth almost nothing.
         """
         if self.resume_anywhere:
-            return 1.0
+            return CHANCE_WHEN_UNASKED if self.unasked else 1.0
         last = self.deepest_checkpoint
         return USELESS if last is None or last.position != self.end else last.worth
 
@@ -290,6 +293,8 @@ class Checkpoint:
         chance = CHANCE[self.kind]
         if self.node.passed_by:
             chance *= CHANCE_WHEN_PASSED
+        if self.node.unasked:
+            chance *= CHANCE_WHEN_UNASKED
         saved, cost = self.position - self.start, self.cost_tokens
         if self.kind not in RESUMED_ONCE:
             chance *= 1 + min(self.hits, 7)
@@ -398,6 +403,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint.node = upper
     upper.hits = node.hits
     upper.passed_by = node.passed_by
+    upper.unasked = node.unasked
     upper.grant, upper.session = node.grant, node.session
     upper.ref_count = node.ref_count
     for protection in node.protections:

@@ -62,7 +62,8 @@ class Sessions:
         return len(self._by_id)
 
     def find(self, tenant: str, name: str) -> Session | None:
-        return self._of.get(tenant, {}).get(name)
+        of_tenant = self._of.get(tenant)
+        return None if of_tenant is None else of_tenant.get(name)
 
     def begin(self, tenant: str, name: str, now: float) -> Session:
         """Notes that a request of the session has been admitted; learns the pause before it."""
@@ -100,7 +101,8 @@ class Sessions:
 
     def forget(self, tenant: str, name: str) -> None:
         """Forgets a session that has ended."""
-        session = self._of.get(tenant, OrderedDict()).pop(name, None)
+        of_tenant = self._of.get(tenant)
+        session = None if of_tenant is None else of_tenant.pop(name, None)
         if session is not None:
             del self._by_id[session.id]
 

@@ -26,6 +26,9 @@ class Counters:
     )
     volatile_misses: int = 0  # admissions that diverged in a volatile span
     volatile_tokens: int = 0  # that they would have found behind it
+    idle_tokens: int = 0  # cached by idle work
+    idle_hit_tokens: int = 0  # of these, those that a request has used
+    idle_evicted_tokens: int = 0  # of these, those that were evicted before any request used them
     accepted_hints: int = 0  # hints of admitted requests, by the decision about them
     clipped_hints: int = 0
     refused_hints: int = 0
@@ -95,6 +98,9 @@ class CacheStats:
     checkpoints_refused: int
     volatile_misses: int
     volatile_tokens: int
+    idle_tokens: int
+    idle_hit_tokens: int
+    idle_evicted_tokens: int
     accepted_hints: int
     clipped_hints: int
     refused_hints: int

@@ -27,6 +27,7 @@ from rootstock.cli.output import Column, age, counted, iso_time, print_table, pr
 from rootstock.config import parse_bytes
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.server.declared_prompts import read_warm_file
 from rootstock.tiers.base import AlreadyStored, Entry, NotStored, Off, Stored
 from rootstock.tiers.disk.archive import Unreadable, read_places
 from rootstock.tiers.disk.files import LOCK_NAME, Files
@@ -358,6 +359,57 @@ def import_(
         print(f"{counted(evicted, 'record')} evicted to make room, the least recently used.")
     print(_SAME_SERVER)
     if damaged or refused:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+# -- warm ----------------------------------------------------------------------------------------------------------
+
+
+@cache_app.command(
+    cls=options.Command,
+    epilog=_STATUSES.format("every prompt is cached", "some are not", "the file or the server can't be used"),
+)
+def warm(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSON lines, each the body of a chat or a completion.")
+    ],
+    url: Annotated[str, typer.Option(metavar="URL", help="Server whose cache gets the prompts.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OPENAI_API_KEY", metavar="KEY", show_default=False, help="API key for --url."),
+    ] = None,
+) -> None:
+    """Cache the prompts of a file in a running server, while it has no requests."""
+    import httpx
+
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    missing = 0
+    declared = list(read_warm_file("FILE", file))
+    address = url.removesuffix("/").removesuffix("/v1")
+    with (
+        httpx.Client(base_url=address, headers=headers, timeout=None) as client,
+        progress_bar("Caching prompts", len(declared)) as progress,
+    ):
+        for one in declared:
+            route = one.route.replace("/v1/", "/v1/cache/warm/", 1)
+            try:
+                response = client.post(route, params={"wait": "true"}, json=one.body)
+                told = response.json()
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                raise StartupError(f"{url} can't be used: {error or type(error).__name__}") from error
+            progress(1)
+            if response.status_code == 200 and told["state"] == "cached":
+                print(f"{one.place}: {told['tokens']:,} tokens cached")
+                continue
+            missing += 1
+            if response.status_code == 200:
+                reason = told["state"].replace("_", " ")
+            else:
+                reason = told["error"]["message"] if "error" in told else f"status {response.status_code}"
+            print(f"{one.place}: not cached: {reason}")
+    if missing:
         raise typer.Exit(EXIT_DAMAGED)
 
 

@@ -27,7 +27,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         values, places = dict[str, str | list[str]](), dict[str, str]()
         known, our_name = _options_of(ctx), ctx.token_normalize_func or str
-        for key, node in _entries(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
+        for key, node in entries_of(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
             line: int = key.start_mark.line + 1
             name = our_name(key.value.replace("_", "-"))
             if name not in known:
@@ -66,7 +66,7 @@ def _options_of(ctx: typer.Context) -> Mapping[str, tuple[Any, bool]]:
     }
 
 
-def _entries(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
+def entries_of(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the nodes of keys and values. No object is made of them: a value is its text in the file."""
     import yaml
 
@@ -96,12 +96,12 @@ def _value(
     import yaml
 
     line = node.start_mark.line + 1
-    if parameter.multiple:
+    if parameter.multiple or parameter.nargs == -1:
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        return [_scalar(path, key, item) for item in items]
+        return [scalar_of(path, key, item) for item in items]
     if isinstance(node, yaml.SequenceNode) and parameter.name in _LISTS:
-        return json.dumps([_scalar(path, key, item) for item in node.value])
-    value = _scalar(path, key, node)
+        return json.dumps([scalar_of(path, key, item) for item in node.value])
+    value = scalar_of(path, key, node)
     try:
         parsed = parameter.process_value(ctx, value)
     except typer.BadParameter as error:
@@ -109,7 +109,7 @@ def _value(
     return str(not parsed) if negated else value
 
 
-def _scalar(path: Path, key: str, node: Any) -> str:
+def scalar_of(path: Path, key: str, node: Any) -> str:
     import yaml
 
     line = node.start_mark.line + 1

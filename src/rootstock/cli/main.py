@@ -23,8 +23,10 @@ from rootstock.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ServedModelConfig,
     ServerConfig,
     TierConfig,
+    parse_adapter,
     parse_bytes,
     parse_draft_tokens,
     parse_names,
@@ -37,6 +39,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -63,7 +66,7 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
-    cache_app, name="cache", help="Inspect, verify, export and import a disk tier that no server uses."
+    cache_app, name="cache", help="Look into a disk tier that no server uses; warm the cache of a server."
 )
 
 
@@ -103,8 +106,10 @@ def _root(
 @app.command(cls=options.Command)
 @ctrl_c(AT_ONCE)
 def serve(
-    model: options.ModelPath,
+    model: options.ServedModelPath = None,
+    more_models: options.MoreModels = None,
     _config: options.ConfigFile = None,
+    models_file: options.ModelsFile = None,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -131,6 +136,8 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    idle_work: options.IdleWork = True,
+    warm: options.Warm = None,
     answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
@@ -138,6 +145,8 @@ def serve(
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
     alias: options.Alias = None,
+    adapter: options.Adapter = None,
+    adapter_directory: options.AdapterDirectory = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
@@ -155,7 +164,7 @@ def serve(
     dashboard: options.Dashboard = _SERVER.dashboard,
     show_prompts: options.ShowPrompts = _SERVER.show_prompts,
 ) -> None:
-    """Serve a model over OpenAI's HTTP API."""
+    """Serve a model, or several, over OpenAI's HTTP API."""
     _log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
@@ -163,8 +172,11 @@ def serve(
             tier_compress,
             "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
         )
+    if model is None and models_file is None:
+        needed = "give a model's directory or its name on the Hub, or --models FILE."
+        raise typer.BadParameter(needed, param_hint="MODEL")
     model_config = ModelConfig(
-        model,
+        model or "",
         device,
         dtype,
         served_model_name,
@@ -176,6 +188,7 @@ def serve(
         cuda_graphs=cuda_graphs,
         attention=attention,
         memory_check=memory_check,
+        adapters=tuple(map(parse_adapter, adapter or ())),
     )
     cache_config = CacheConfig(block_size, _budget_bytes(kv_budget), enabled=cache)
     engine_config = EngineConfig(
@@ -187,7 +200,10 @@ def serve(
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
+        idle_work=idle_work,
     )
+    if warm is not None and not (idle_work and cache):
+        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -209,7 +225,8 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
-        aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        adapter_directories=tuple(adapter_directory or ()),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
@@ -219,9 +236,28 @@ def serve(
     template = None
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
-    run_server(
-        model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
-    )
+    if models_file is None and not more_models:
+        if alias is None:
+            server_config = replace(server_config, aliases=(ANY_NAME,))
+        run_server(
+            model_config,
+            cache_config,
+            engine_config,
+            tier_config,
+            server_config,
+            template,
+            sampling_defaults,
+            warm,
+        )
+        return
+    from rootstock.cli.models_file import read_models
+    from rootstock.cli.several import models_of, name_of, run_several
+
+    name = served_model_name or name_of(model or "none")
+    first = ServedModelConfig(name, model_config, chat_template=template, tool_parser=tool_parser)
+    of_file = () if models_file is None else read_models(models_file, model_config)
+    models = models_of(first, more_models or (), of_file)
+    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults, warm)
 
 
 def run_server(
@@ -232,11 +268,14 @@ def run_server(
     server: ServerConfig,
     chat_template: str | None,
     sampling_source: SamplingSource,
+    warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
     from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
 
+    if warm is not None:
+        check_warm_file("--warm", warm)
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
@@ -253,13 +292,18 @@ def run_server(
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
+
+    def on_ready() -> None:
+        print(ready_line(made, url_of(listener), cache.block_size), flush=True)
+        if warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", warm))
+
     with made.engine:
-        ready = ready_line(made, url_of(listener), cache.block_size)
         serve(
             web,
             made.engine,
             listener,
-            on_ready=lambda: print(ready, flush=True),
+            on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )

@@ -27,6 +27,7 @@ VLLM_NAMES = {
     "max-num-seqs": "max-batch",
     "max-num-batched-tokens": "chunk-tokens",
     "max-model-len": "context-limit",
+    "lora-modules": "adapter",
     "kv-cache-dtype": "kv-dtype",
     "enable-prefix-caching": "cache",
     "no-enable-prefix-caching": "no-cache",
@@ -89,6 +90,34 @@ ModelPath = Annotated[
         help="Model directory with config.json, or name on the Hugging Face Hub.",
     ),
 ]
+ServedModelPath = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        envvar=f"{ENV_PREFIX}_MODEL",
+        help="Model directory with config.json, or name on the Hugging Face Hub.",
+        show_default=False,
+    ),
+]
+MoreModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Further models. They share --kv-budget. Requests name one of them.",
+        show_default=False,
+    ),
+]
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--models",
+        metavar="FILE",
+        envvar=f"{ENV_PREFIX}_MODELS",
+        allow_from_autoenv=False,
+        rich_help_panel=MODEL,
+        help="YAML file of models with options of their own, such as 'small: {model: DIRECTORY, load: demand}'.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -115,9 +144,30 @@ Alias = Annotated[
     option(
         SERVER,
         "--alias",
-        "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
-        metavar="NAME",
-        show_default="*",
+        "Further model name in the API, such as gpt-4o, or gpt-4o=MODEL with several models. May be repeated, or "
+        "hold several, comma-separated. *: any other name.",
+        metavar="NAME[=MODEL]",
+        show_default="* with one model",
+    ),
+]
+Adapter = Annotated[
+    list[str] | None,
+    option(
+        MODEL,
+        "--adapter",
+        "LoRA adapter in PEFT's format, which requests choose by NAME as their model. May be repeated.",
+        metavar="NAME=PATH",
+        show_default="none",
+    ),
+]
+AdapterDirectory = Annotated[
+    list[Path] | None,
+    option(
+        SERVER,
+        "--adapter-directory",
+        "Directory from which operators may load LoRA adapters while the server runs. May be repeated.",
+        metavar="DIR",
+        show_default="none: no adapter may be loaded then",
     ),
 ]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
@@ -238,6 +288,24 @@ HostBudget = Annotated[
         TIERS,
         "--host-budget",
         "Host RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.",
+    ),
+]
+IdleWork = Annotated[
+    bool,
+    option(
+        SCHEDULING,
+        "--idle-work/--no-idle-work",
+        "While no request runs, cache prompts that are expected: the known beginning of each conversation's next turn, "
+        "and those of --warm and /v1/cache/warm.",
+    ),
+]
+Warm = Annotated[
+    Path | None,
+    option(
+        CACHE,
+        "--warm",
+        "File of prompts to cache after the start, while no request runs: JSON lines, each the body of a request.",
+        metavar="FILE",
     ),
 ]
 AnswerMemory = Annotated[

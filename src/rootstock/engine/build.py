@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rootstock.cache import KVCache
+from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.kv_budget import auto_budget_bytes, divided_rows
@@ -39,11 +40,41 @@ def assemble(
     cache: CacheConfig | None = None,
     engine: EngineConfig | None = None,
     tier: TierConfig | None = None,
+    shared: SharedBudget | None = None,
 ) -> Assembly:
-    """Assembles an engine around a loaded model. Raises BudgetTooSmall or InvalidOption."""
+    """Assembles an engine around a loaded model. Raises BudgetTooSmall or InvalidOption.
+
+    With `shared`, its cache has a share in the budget of several models, unless `cache` has a budget of its own.
+    """
     cache, engine, tier = cache or CacheConfig(), engine or EngineConfig(), tier or TierConfig()
     described = runtime.description
-    budget = auto_budget_bytes(described, engine) if cache.budget_bytes is None else cache.budget_bytes
+    share = None
+    if cache.budget_bytes is not None:
+        budget = cache.budget_bytes
+    elif shared is not None and described.device != "cpu":
+        budget = int(shared.budget_bytes * cache.device_share)
+    elif shared is not None:
+        budget, share = shared.budget_bytes, shared.join()
+    else:
+        budget = auto_budget_bytes(described, engine)
+    try:
+        return _assembled(runtime, tokenizer, cache, engine, tier, budget, share)
+    except BaseException:
+        if share is not None:
+            share.budget.leave(share)
+        raise
+
+
+def _assembled(
+    runtime: Runtime,
+    tokenizer: ModelTokenizer,
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    budget: int,
+    share: BudgetShare | None,
+) -> Assembly:
+    described = runtime.description
     rows = None if described.device == "cpu" else divided_rows(described.families, budget, cache.block_size)
     kv = KVCache(
         described.families,
@@ -53,6 +84,9 @@ def assemble(
         rows=rows,
         stored=stored_index(runtime, tier, cache.block_size),
         through=tier.disk_write == "through",
+        share=share,
+        retained_share=cache.retained_share,
+        pinned_share=cache.pinned_share,
     )
     runtime.allocate(kv.rows, cache.block_size)
     tier_connector = open_below(runtime, kv, tier, engine.chunk_tokens)
@@ -76,11 +110,13 @@ def build_engine(
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
     directory: Path | None = None,
+    shared: SharedBudget | None = None,
 ) -> Assembly:
     """Loads a model and assembles an engine around it. Raises StartupError.
 
     `chat_template` replaces the model's own. `progress` is called with a stage and its done share, from 0 to 1.
-    `directory` is the result of `locate`, if it was called already. Takes seconds to minutes and imports torch.
+    `directory` is the result of `locate`, if it was called already. `shared` is the budget of several models. Takes
+    seconds to minutes and imports torch.
     """
     report = progress or (lambda stage, done: None)
     directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
@@ -96,13 +132,24 @@ def build_engine(
     read_config(model.model, directory, trust_remote_code=model.trust_remote_code)
     tokenizer = HFTokenizer.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     demands = Demands(
-        pool_bytes=0 if cache is None else cache.budget_bytes or 0,
+        pool_bytes=_pool_bytes(cache, shared),
         host_bytes=0 if tier is None else tier.host_budget_bytes,
         context_limit=None if engine is None else engine.context_limit,
     )
     runtime = load_model(model, report, demands, directory=directory)
-    made = replace(assemble(runtime, tokenizer, cache, engine, tier), serves_chat=tokenizer.has_chat_template)
+    made = replace(
+        assemble(runtime, tokenizer, cache, engine, tier, shared), serves_chat=tokenizer.has_chat_template
+    )
     if made.engine.constraints is not None:
         made.engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
+    for adapter in model.adapters:
+        made.engine.load_adapter(adapter.name, adapter.path)
     end_team()  # from here on only the engine's thread computes
     return made
+
+
+def _pool_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int:
+    """Returns the bytes of memory that the caches may still take; 0: they take what is left."""
+    if cache is not None and cache.budget_bytes is not None:
+        return cache.budget_bytes
+    return 0 if shared is None else max(0, shared.budget_bytes - shared.backed_bytes)

@@ -49,6 +49,15 @@ class PrefillSpeed:
         forwards = -(-tokens // chunk_tokens)
         return self._fit.predict((forwards, tokens, attended_positions(first, first + tokens)))
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Seconds of a token in a forward of the recent typical size. None before the first observation."""
+        if not self._fit.observed:
+            return None
+        tokens = max(1.0, self._fit.typical(1))
+        seconds = self._fit.predict((1, tokens, self._fit.typical(2)))
+        return None if seconds is None else seconds / tokens
+
     def tokens_per_s_at(self, depth: int) -> float | None:
         """Predicts the speed at position `depth`, in forwards of the recent typical size."""
         if not self._fit.observed:

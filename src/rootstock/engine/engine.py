@@ -10,9 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -20,21 +21,36 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
 from rootstock.engine.activity import Activity, LiveRequest, live_request
+from rootstock.engine.adapters import AdapterTable, NamedAdapter
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.device_thread import DeviceThread
+from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
+from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.prompts.salt import is_chosen_by_client
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    Sink,
+    StopParams,
+)
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
@@ -45,7 +61,8 @@ from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ClearUnderWay, EngineStopped
+from rootstock.errors import AdapterNotLoaded, ClearUnderWay, EngineStopped, IdleWorkOff
+from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import ModelDescription, Runtime
 
 log = logging.getLogger(__name__)
@@ -72,7 +89,7 @@ class Engine:
 
     The engine owns the cache. Without a tokenizer, token events have no text, and stop strings are refused. A test
     may drive an engine that was not started by calling `step`. `scheduler`, `tier_connector`, `proposer`,
-    `hit_verifier` and `steps` belong to the engine's thread: other threads use them by `call`.
+    `hit_verifier`, `idle_work` and `steps` belong to the engine's thread: other threads use them by `call`.
     """
 
     def __init__(
@@ -86,6 +103,7 @@ class Engine:
         verify_hits: float = 0.0,
         proposer: Proposer | None = None,
     ) -> None:
+        self._runtime = runtime
         self._cache = cache
         self._config = config = config or EngineConfig()
         self._tokenizer = tokenizer
@@ -94,12 +112,19 @@ class Engine:
         self._namespace = runtime.description.namespace()
         self.activity = Activity(clock)
         self._requests = RequestTable(config.max_batch, config.max_queue, self.activity.ended)
+        self.adapters = AdapterTable()
+        self._loading = threading.Lock()  # of adapters: one at a time
+        self._has_nameless_adapters = False  # whose last requests run
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds and _after_events
         self._clearing = threading.Lock()  # held while one tenant's records in the tiers are cleared
         self._after_events: tuple[Callable[[], None], ...] = ()
         self._thread: threading.Thread | None = None
+        self._device: DeviceThread | None = None  # whose thread it is; None: the engine's own
+        self._wake: Callable[[], None] = lambda: None
+        self._finishing = threading.Lock()  # of _finished
+        self._finished = False
         self._step_began: float | None = None
 
         # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
@@ -133,6 +158,23 @@ class Engine:
             self.hit_verifier = HitVerifier(
                 runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
             )
+        # Caches prompts before requests send them. None: idle work is off, or nothing can be cached.
+        self.idle_prefills: IdlePrefills | None = None
+        if config.idle_work and cache.reuse:
+            self.idle_prefills = IdlePrefills(
+                runtime,
+                cache,
+                config.chunk_tokens,
+                executor.apply,
+                tier_connector,
+                clock,
+                self._run_soon,
+                self.scope,
+            )
+        tasks: tuple[IdleTask | None, ...] = (self.idle_prefills, self.hit_verifier)
+        self.idle_work = IdleWork([task for task in tasks if task is not None])
+        self._idle = threading.Event()  # set while no request is in the engine
+        self._idle.set()
         self.steps = StepRunner(
             runtime,
             cache,
@@ -140,12 +182,13 @@ class Engine:
             self._requests,
             executor,
             self.hit_verifier,
+            self.idle_work,
             tier_connector,
             self.proposer,
             self._masks,
             pacing,
             clock,
-            self._commands.put,
+            self._run_soon,
             self._notify,
             self.activity.prompt_computed,
         )
@@ -159,22 +202,36 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(self) -> None:
+    def start(self, device: DeviceThread | None = None) -> None:
+        """Starts the engine on a thread of its own, or on that of a device which serves several models."""
         assert self._thread is None, "an engine is started once"
+        if device is not None:
+            self._device, self._thread, self._wake = device, device.thread, device.wake
+            self.scheduler.share_device(lambda: device.others_decode(self))
+            device.add(self)
+            return
         self._thread = threading.Thread(target=self._run, name="rootstock-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread after the current step. Requests in flight fail with EngineStopped. Idempotent."""
         self._requests.close()
-        if self._thread is None:
-            self.steps.fail_all(EngineStopped())
-            self._masks.close()
-            self._close_tiers()
+        device = self._device
+        if device is not None and self._thread is threading.current_thread():
+            device.run_soon(self._end_turns)
+            return
+        if self._thread is None or device is not None:
+            self._end_turns()
             return
         self._commands.put(lambda: None)  # wakes the thread if it sleeps
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _end_turns(self) -> None:
+        """Ends an engine that has no thread of its own."""
+        if self._device is not None:
+            self._device.remove(self)
+        self._finish(is_sound=True)
 
     # ---------------------------------------------------------------------------------- for any thread
 
@@ -188,28 +245,116 @@ class Engine:
         return self._limits.context_limit
 
     @property
+    def budget_share(self) -> BudgetShare | None:
+        """The cache's part in a budget of several models. None: its budget is its own."""
+        return self._cache.share
+
+    @property
     def reuses_prefixes(self) -> bool:
         """Whether prefix caching is enabled."""
         return self._cache.reuse
 
-    def namespace(self, salt: str = "") -> Namespace:
-        """Returns the cache namespace of requests with this salt."""
-        return replace(self._namespace, salt=salt)
+    def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
+        """Returns the cache namespace of requests with this salt, and of a LoRA adapter by its fingerprint."""
+        return replace(self._namespace, salt=salt, adapter=adapter)
 
-    def scope(self, tokens: Tokens, salt: str = "") -> Scope:
+    def _namespaces(self, salt: str) -> list[Namespace]:
+        """Returns the namespaces of a salt: of the base model, and of each adapter."""
+        return [self.namespace(salt, adapter) for adapter in ("", *self.adapters.known)]
+
+    def load_adapter(self, name: str, path: str | Path) -> NamedAdapter:
+        """Loads a LoRA adapter, and checks it between two steps. Requests may name its fingerprint afterwards.
+
+        Raises AdapterUnusable, AdapterExists, AdapterLimit or EngineStopped.
+        """
+        with self._loading:
+            self.adapters.refuse_taken(name)
+            source = read_adapter(name, path)  # on the caller's thread: it may be as long as the disk needs
+
+            def load() -> NamedAdapter:
+                adapter = NamedAdapter(name, source.directory, self._runtime.load_adapter(source))
+                self.adapters.add(adapter)
+                return adapter
+
+            return self.call(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter's name at once, and its weights when its last request has ended.
+
+        Its cached prefixes stay until eviction. Raises AdapterNotLoaded.
+        """
+        if self.adapters.remove(name) is None:
+            raise AdapterNotLoaded(name)
+        self.call(self._drop_nameless_adapters)
+
+    def _drop_nameless_adapters(self) -> None:
+        nameless = self.adapters.nameless
+        in_use = {sequence.request.adapter for sequence in self._requests.live}
+        for fingerprint in nameless - in_use:
+            if self.hit_verifier is not None:
+                self.hit_verifier.drop(fingerprint)
+            if self.idle_prefills is not None:
+                self.idle_prefills.drop_adapter(fingerprint)
+            self.adapters.drop(fingerprint)
+            self._runtime.unload_adapter(fingerprint)
+        self._has_nameless_adapters = bool(nameless & in_use)
+
+    def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
         """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
         public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
-        return Scope(self.namespace(salt), public_tokens)
+        return Scope(self.namespace(salt, adapter), public_tokens)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
 
-        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
+        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, AdapterNotLoaded, QueueFull or
+        EngineStopped.
         """
         self._limits.refuse_impossible(request)
+        self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequence(request, sink)
-        self._requests.add(sequence, lambda: self._commands.put(lambda: self.steps.add(sequence)))
+        self._requests.add(sequence, lambda: self._run_soon(lambda: self._begin(sequence)))
+
+    def _refuse_unloaded(self, request: Request) -> None:
+        if request.adapter and not self.adapters.is_loaded(request.adapter):
+            raise AdapterNotLoaded(request.adapter)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Schedules an accepted sequence, whose adapter may have been unloaded since it was submitted."""
+        try:
+            self._refuse_unloaded(sequence.request)
+        except AdapterNotLoaded as error:
+            if self._requests.holds(sequence):
+                self._requests.fail(sequence, error)
+            return
+        self.steps.add(sequence)
+
+    def prefill_in_idle_time(self, prefill: IdlePrefill) -> None:
+        """Queues a prompt to be cached while no request is in the engine. `prefill.ended` gets its end.
+
+        Raises EmptyPrompt, PromptTooLong, InvalidParameter, AdapterNotLoaded, IdleWorkOff, IdleWorkFull or
+        EngineStopped.
+        """
+        if self.idle_prefills is None:
+            raise IdleWorkOff()
+        stop = StopParams(max_tokens=0)
+        request = Request(RequestId(""), prefill.tokens, stop=stop, adapter=prefill.adapter)
+        self._limits.refuse_impossible(request)
+        self._refuse_unloaded(request)
+        self.idle_prefills.submit(prefill)
+
+    def cached_tokens(self, tokens: Tokens, salt: str = "", adapter: str = "") -> int:
+        """Returns how many of the tokens a prompt that begins with all of them would find in memory now."""
+        scope = self.scope(tokens, salt, adapter)
+        longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
+        return self.call(
+            lambda: self._cache.match(longer, scope.namespace, public_tokens=scope.public_tokens).length
+        )
+
+    def wait_until_idle(self, within_s: float) -> bool:
+        """Waits until no request is in the engine. Returns False if the time passes before."""
+        return self._idle.wait(within_s)
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
         ends = self._limits.end_tokens(request)
@@ -225,7 +370,7 @@ class Engine:
         return Sequence(
             request=request,
             sink=sink,
-            scope=self.scope(request.tokens, request.salt),
+            scope=self.scope(request.tokens, request.salt, request.adapter),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
                 request.sampling,
@@ -260,7 +405,7 @@ class Engine:
     def abort(self, request: RequestId) -> None:
         """Ends a request with `Aborted`, unless it has ended. Idempotent. Does not wait."""
         if request in self._requests:
-            self._commands.put(lambda: self.steps.abort(request))
+            self._run_soon(lambda: self.steps.abort(request))
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Submits a request and yields its events. Closing the iterator aborts the request."""
@@ -276,10 +421,10 @@ class Engine:
             if not ended:
                 self.abort(request.id)
 
-    def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
+    def explain(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Explanation:
         """Explains which prefix a request with these tokens would hit now, and why no deeper one."""
 
-        scope = self.scope(tokens, salt)
+        scope = self.scope(tokens, salt, adapter)
 
         def explain() -> Explanation:
             match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
@@ -293,8 +438,9 @@ class Engine:
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
         """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
-        namespace = None if salt is None else self.namespace(salt)
-        return self.call(lambda: self._cache.volatile.of(namespace))
+        namespaces: list[Namespace | None] = [None] if salt is None else [*self._namespaces(salt)]
+        found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
+        return sorted(found, key=lambda span: -span.recomputed_tokens)
 
     def stats(self) -> EngineStats:
         space = UNMEASURED if self.tier_connector is None else self.tier_connector.measure()
@@ -307,6 +453,7 @@ class Engine:
                 None if self.tier_connector is None else self.tier_connector.stats(space),
                 {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
+                None if self.idle_prefills is None else self.idle_prefills.stats(),
             )
         )
 
@@ -317,7 +464,7 @@ class Engine:
     def requests(self) -> list[LiveRequest]:
         """Describes the live requests, in order of arrival. Does not wait for the engine's thread."""
         now = self._clock()
-        return [live_request(sequence, now) for sequence in self._requests.live()]
+        return [live_request(sequence, now) for sequence in self._requests.live]
 
     def now(self) -> float:
         """Returns the time by the clock of the engine's reports."""
@@ -343,44 +490,60 @@ class Engine:
         """Returns the namespace of a node of a walk, and all tokens up to its end; None if it is gone."""
         return self.call(lambda: walk.prefix(number))
 
+    def pin(self, tokens: Tokens, salt: str = "", tenant: str = "") -> Pinned | PinRefused:
+        """Keeps the cached part of a prefix until it is released."""
+        return self.call(lambda: self._cache.pin(tokens, self.namespace(salt), tenant))
+
+    def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
+        """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""
+        return self.call(lambda: self._cache.release_pin(pin, tenant))
+
+    def pins(self, tenant: str | None = None) -> list[Pinned]:
+        """Returns the pinned prefixes of one tenant, or of all."""
+        return self.call(lambda: self._cache.pins(tenant))
+
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 
         With a salt, drops those of one tenant only. Raises ClearUnderWay.
         """
-        return self._clear(None if salt is None else self.namespace(salt))
+        return self._clear(() if salt is None else self._namespaces(salt))
 
     def clear_public_heads(self) -> Cleared:
         """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
 
         Raises ClearUnderWay.
         """
-        return self._clear(Scope(self._namespace).public)
+        return self._clear([Scope(namespace).public for namespace in self._namespaces("")])
 
-    def _clear(self, namespace: Namespace | None) -> Cleared:
+    def _clear(self, namespaces: Collection[Namespace]) -> Cleared:
+        """Clears these namespaces, or all without any."""
 
         def clear() -> Cleared:
-            if self.hit_verifier is not None:
-                self.hit_verifier.pause()  # its leases protect cached rows
+            self.idle_work.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
-            blocks = self._cache.clear(namespace)
-            if self.proposer is not None:
-                self.proposer.forget(namespace)
-            later = False
-            if self.tier_connector is not None and namespace is not None:
-                self.tier_connector.forget(namespace)
-            elif self.tier_connector is not None:
-                later = not self.tier_connector.clear()
+            blocks, later = 0, False
+            for namespace in namespaces or (None,):
+                if self.idle_prefills is not None:
+                    self.idle_prefills.clear(namespace)
+                blocks += self._cache.clear(namespace)
+                if self.proposer is not None:
+                    self.proposer.forget(namespace)
+                if self.tier_connector is not None and namespace is not None:
+                    self.tier_connector.forget(namespace)
+                elif self.tier_connector is not None:
+                    later = not self.tier_connector.clear()
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
-        if self.tier_connector is None or namespace is None:
+        if self.tier_connector is None or not namespaces:
             return self.call(clear)
         if not self._clearing.acquire(blocking=False):
             raise ClearUnderWay()
         try:
             cleared = self.call(clear)
             # On the caller's thread: the disk must not delay other tenants' requests.
-            self.tier_connector.clear_below(namespace)
+            for namespace in namespaces:
+                self.tier_connector.clear_below(namespace)
             # Stores that ended in between have added records to the index.
             self.call(clear)
         finally:
@@ -421,7 +584,7 @@ class Engine:
                 if isinstance(error, AssertionError):  # our own structures may be half changed
                     raise
 
-        self._commands.put(run)
+        self._run_soon(run)
         while True:
             try:
                 return future.result(timeout=1.0)
@@ -435,24 +598,81 @@ class Engine:
 
     def _run(self) -> None:
         is_sound = False  # stays False after an exception: memory may be half written
-        verifier = self.hit_verifier
         try:
             while not self._requests.closed:
-                is_idle = not self.scheduler.has_work and self._commands.empty()
-                if verifier is not None and is_idle and verifier.has_work:
-                    self.verify_hits()
-                else:
+                if self.scheduler.has_work or not self._commands.empty() or not self.work_idly():
                     self.step(self.next_command())
             is_sound = True
         finally:
             # Also after an exception that no handler can recover from: every request gets its terminal event.
+            self._finish(is_sound)
+
+    def _finish(self, is_sound: bool) -> None:
+        """Ends every request, and the tiers. Idempotent. Not while the engine's thread runs a step."""
+        with self._finishing:
+            if self._finished:
+                return
+            self._finished = True
             self._requests.close()
             try:
                 self.steps.fail_all(EngineStopped())
                 self._drain_commands()
+                self._close_idle_work()
             finally:
                 self._masks.close()
                 self._close_tiers(flush=is_sound)
+
+    def work_idly(self) -> bool:
+        """Does a piece of work that can wait. Returns False if there is none. For the engine's thread."""
+        if self.scheduler.has_work or not self.idle_work.has_work:
+            return False
+        self._step_began = self._clock()
+        try:
+            self.steps.do_idle_work()
+        except Exception as error:
+            self.steps.restart(error)
+        finally:
+            self._step_began = None
+        return True
+
+    # ---------------------------------------------------------------------- turns on a device's thread
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether there are commands, or a step can run."""
+        if not self._commands.empty():
+            return True
+        return self.scheduler.has_work and not (self.steps.is_stalled or self.steps.is_blocked)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the waiting requests need memory that a request of another model uses."""
+        return self.scheduler.has_work and self.steps.is_blocked
+
+    @property
+    def decodes(self) -> bool:
+        return self.scheduler.decodes
+
+    @property
+    def next_overdue_s(self) -> float | None:
+        """Seconds until a load is overdue, while nothing can run before it has ended."""
+        if not (self.scheduler.has_work and self.steps.is_stalled) or self.tier_connector is None:
+            return None
+        return self.tier_connector.next_overdue_s
+
+    def detach(self) -> None:
+        """Keeps other models from evicting: the device's thread gives no more turns."""
+        if self._cache.share is not None:
+            self._cache.share.close()
+
+    def fail(self) -> None:
+        """Ends the engine after an exception that no handler can recover from: memory may be half written."""
+        self._finish(is_sound=False)
+
+    def _run_soon(self, command: Callable[[], None]) -> None:
+        """Queues a command for the engine's thread."""
+        self._commands.put(command)
+        self._wake()
 
     def next_command(self) -> Callable[[], None] | None:
         """Waits for a command if nothing can run before one arrives or a load is overdue."""
@@ -477,23 +697,18 @@ class Engine:
             self._drain_commands()
             if self._requests.closed or not self.scheduler.has_work:
                 return False
+            self._idle.clear()
             self.steps.run()
         except Exception as error:
             self.steps.restart(error)
         finally:
             self._notify()
             self._step_began = None
+            if not self.scheduler.has_work:
+                self._idle.set()
+            if self._has_nameless_adapters:
+                self._drop_nameless_adapters()
         return True
-
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. For the engine's thread, while there is nothing else to do."""
-        self._step_began = self._clock()
-        try:
-            self.steps.verify_hits()
-        except Exception as error:
-            self.steps.restart(error)
-        finally:
-            self._step_began = None
 
     def _drain_commands(self) -> None:
         """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
@@ -511,6 +726,12 @@ class Engine:
         self._cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
         if self.tier_connector is not None:
             self.tier_connector.follow()
+
+    def _close_idle_work(self) -> None:
+        self._idle.set()  # threads that wait for it find the engine stopped
+        self.idle_work.pause()
+        if self.idle_prefills is not None:
+            self.idle_prefills.close()
 
     def _close_tiers(self, flush: bool = True) -> None:
         """Writes rows that only memory has to the tiers, and ends their threads."""

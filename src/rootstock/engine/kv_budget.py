@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
 from rootstock.config import EngineConfig
@@ -13,6 +13,10 @@ from rootstock.runtime.host_memory import free_host_bytes
 # the file cache. On a GPU only activations and fragmentation need some.
 HOST_SHARE = 0.5
 DEVICE_SHARE = 0.85
+
+_LEAST_FREE_SHARE = (
+    0.1  # of the free memory is left by the weights, for an automatic budget of several models
+)
 
 USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic budget
 # Weight of a window's or the states' pool, relative to full attention's, where memory is divided at start.
@@ -36,6 +40,19 @@ def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> in
         for family in description.families
     )
     return int(min(share, engine.max_batch * per_request))
+
+
+def auto_shared_bytes(devices: Set[str], weight_bytes: int) -> int:
+    """Returns a share of the memory that is free beside the weights of several models, before they are loaded."""
+    if devices <= {"cpu"}:
+        free, share = free_host_bytes(), HOST_SHARE
+    else:
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        free = torch.cuda.mem_get_info()[0] if on_gpu else free_host_bytes()
+        share = DEVICE_SHARE if on_gpu else HOST_SHARE
+    return int(share * max(free - weight_bytes, free * _LEAST_FREE_SHARE))
 
 
 def divided_rows(families: Sequence[Family], budget_bytes: int, block_size: int) -> list[int] | None:

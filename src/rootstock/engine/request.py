@@ -89,6 +89,7 @@ class Request:
     diagnose: bool = False  # its events tell why its prompt was not found in the cache
     constraint: CompiledConstraint | None = None
     hints: CacheHints | None = None
+    adapter: str = ""  # fingerprint of a LoRA adapter of the engine; empty: the base model
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -113,6 +114,7 @@ def requests_for(
     diagnose: bool = False,
     constraint: CompiledConstraint | None = None,
     hints: CacheHints | None = None,
+    adapter: str = "",
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -132,6 +134,7 @@ def requests_for(
             diagnose,
             constraint,
             hints,
+            adapter,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)

@@ -36,13 +36,14 @@ class RequestTable:
     def closed(self) -> bool:
         return self._closed
 
-    def get(self, request: RequestId) -> Sequence | None:
-        return self._live.get(request)
-
+    @property
     def live(self) -> list[Sequence]:
-        """Returns the live requests, in order of arrival."""
+        """The sequences that were accepted and have not ended."""
         with self._lock:
             return list(self._live.values())
+
+    def get(self, request: RequestId) -> Sequence | None:
+        return self._live.get(request)
 
     def holds(self, sequence: Sequence) -> bool:
         """Returns whether a sequence was accepted and has not ended."""

@@ -71,7 +71,14 @@ class ScheduledSequence:
     def segment(self) -> Segment:
         """Returns the runtime's view of this sequence."""
         lease = self.lease
-        return Segment(self.tokens, lease.num_computed_tokens, lease.tables, self.logits_to_keep, lease.slot)
+        return Segment(
+            self.tokens,
+            lease.num_computed_tokens,
+            lease.tables,
+            self.logits_to_keep,
+            lease.slot,
+            lease.scope.namespace.adapter,
+        )
 
     def row(self, index: int) -> ScheduledSequence:
         """Returns one token of a decode with drafts, as if it had a step of its own."""
@@ -138,6 +145,7 @@ class Scheduler:
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
         self.explains_misses_of: int | None = None  # tokens; None: only requests that ask are explained
+        self._others_decode: Callable[[], bool] = lambda: False
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -149,6 +157,14 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def decodes(self) -> bool:
+        return any(isinstance(sequence.state, Decoding) for sequence in self._running)
+
+    def share_device(self, others_decode: Callable[[], bool]) -> None:
+        """Makes steps short while another model of the device decodes, as `others_decode` tells."""
+        self._others_decode = others_decode
 
     @property
     def has_work(self) -> bool:
@@ -207,9 +223,13 @@ class Scheduler:
                 step.scheduled.append(ScheduledSequence(sequence, sequence.state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
-        step.budget = self._chunk_tokens - decodes if decodes else self._idle_chunk_tokens
+        step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
         if decodes and self._pace is not None:
             self.paced_tokens = self._paced(step, 0)
+
+    @property
+    def _idle_budget(self) -> int:
+        return self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
 
     def _schedule_prefills(self, step: _Step) -> None:
         for sequence in list(self._running):
@@ -281,7 +301,14 @@ class Scheduler:
                 sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
-            admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
+            admitted = self._cache.admit(
+                match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
+            )
+            while isinstance(admitted, Deferred) and self._drop_pin(step):
+                match = self._match(sequence)
+                admitted = self._cache.admit(
+                    match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
+                )
             if isinstance(admitted, Deferred):
                 return  # first come, first served: later requests do not overtake
             self._start(step, sequence, admitted)
@@ -294,6 +321,10 @@ class Scheduler:
         least = self.explains_misses_of
         missed = len(sequence.request.tokens) - match.length
         return sequence.request.diagnose or (least is not None and missed >= least)
+
+    def _drop_pin(self, step: _Step) -> bool:
+        """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
+        return not self._running and not step.loading and self._cache.drop_pin()
 
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
@@ -321,7 +352,9 @@ class Scheduler:
         hit, sequence.load_choice = self._choose_load(match)
         if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
             return False
-        admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries, hit)
+        admitted = self._cache.admit(
+            match, self._watermark, sequence.request.boundaries, hit, hints=sequence.request.hints
+        )
         if isinstance(admitted, Deferred):
             sequence.did_not_load()  # computing may need fewer blocks
             return False
@@ -347,6 +380,7 @@ class Scheduler:
         sequence.prompt_scores.clear()  # scoring begins anew after a preemption
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
+            sequence.hint_outcomes = admitted.lease.hint_outcomes
         if sequence.cached_tokens is None and not admitted.loads:
             sequence.cached_tokens = admitted.lease.hit_tokens
 
@@ -405,7 +439,12 @@ class Scheduler:
                 return True
             # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
+            if len(self._running) == 1 and not step.loading and self._cache.others_live_bytes:
+                self._preempt(sequence)  # until another model's request has ended
+                return False
             if len(self._running) == 1 and not step.loading:
+                if self._cache.drop_pin():
+                    continue
                 # Preempting the last sequence would not help: no other one would free blocks for it.
                 self.remove(sequence)
                 error = OutOfBlocks(extended.needed_bytes, self._cache.budget_bytes)

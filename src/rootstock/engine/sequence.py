@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rootstock.cache.explain import Explanation, LoadChoice
+from rootstock.cache.hints import HintOutcome
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
@@ -97,6 +98,7 @@ class Sequence:
     hit_protection: HitProtection | None = None
     load_choice: LoadChoice | None = None  # the last decision about loading
     explanation: Explanation | None = None  # of the hit, for a diagnosis
+    hint_outcomes: tuple[HintOutcome, ...] = ()  # of its first admission
     may_load: bool = True  # from a tier: False after a load that took too long
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)  # of its drafts
     draft_tokens: int = 0  # verified

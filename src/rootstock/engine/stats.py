@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.tiers.connector import TierStats
 
 
@@ -48,3 +49,4 @@ class EngineStats:
     verified: dict[str, int] = field(default_factory=dict)  # recomputed hits, by outcome
     # Prompt tokens that fit into the last step with decodes under --itl-target. None: no target, or no such step.
     paced_tokens: int | None = None
+    idle: IdleStats | None = None  # None: idle work is off

@@ -10,12 +10,14 @@ from rootstock.cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.constraints.masks import MaskWorker
+from rootstock.engine.idle.work import IdleWork
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import SampledToken, score_prompt
 from rootstock.engine.scheduler import ScheduledSequence, Scheduler
 from rootstock.engine.sequence import Decoding, Loading, Sequence
+from rootstock.engine.share_price import SharePrice
 from rootstock.engine.speculation.acceptance import accepted_rows
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.stats import StepCounters
@@ -58,6 +60,7 @@ class StepRunner:
         requests: RequestTable,
         executor: PlanExecutor,
         hit_verifier: HitVerifier | None,
+        idle_work: IdleWork,
         tier_connector: TierConnector | None,
         proposer: Proposer | None,
         masks: MaskWorker,
@@ -74,6 +77,7 @@ class StepRunner:
         self._requests = requests
         self._apply = executor.apply
         self._hit_verifier = hit_verifier
+        self._idle_work = idle_work
         self._tier_connector = tier_connector
         self._loads: PrefixLoads | None = None
         if tier_connector is not None:
@@ -86,6 +90,12 @@ class StepRunner:
         self._prompt_computed = prompt_computed
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
+        self.is_blocked = False  # nothing can run before a request of another model has ended
+        self._price: SharePrice | None = None
+        if cache.share is not None:
+            token_bytes = max(1, cache.pools.full.row_bytes // cache.block_size)
+            self._price = SharePrice(cache.share, runtime.description, token_bytes)
+            cache.share.settle = self._settle
 
     # --------------------------------------------------------------------------------------- a request
 
@@ -119,8 +129,7 @@ class StepRunner:
     def run(self) -> None:
         """Runs one step. The scheduler has work."""
         began = self._clock()
-        if self._hit_verifier is not None:
-            self._hit_verifier.pause()
+        self._idle_work.pause()
         if self._tier_connector is not None and self._loads is not None:
             self._tier_connector.follow()
             self._loads.requeue_overdue()
@@ -132,18 +141,20 @@ class StepRunner:
             self._requests.fail(sequence, error)
         if not plan.scheduled:
             self.is_stalled = bool(self._loads_in_flight)
-            assert plan.given_up or self.is_stalled or not self._scheduler.has_work, (
-                "requests wait and nothing runs"
-            )
+            waits = self._scheduler.has_work and not self.is_stalled
+            self.is_blocked = waits and self._cache.others_live_bytes > 0
+            assert plan.given_up or self.is_blocked or not waits, "requests wait and nothing runs"
             self._apply(self._cache.take_pending_plan())
             return
-        self.is_stalled = False
+        self.is_stalled = self.is_blocked = False
         self._notify()  # passes on earlier events before the forward takes its time
         size = None if self._pacing is None else plan.size()
         try:
             self._apply(
                 together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
             )
+            if self._cache.share is not None:
+                self._cache.share.settle_others()
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except Exception as error:
@@ -167,6 +178,13 @@ class StepRunner:
         if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
             self._pacing.observe(size, self._clock() - began)
 
+    def _settle(self) -> None:
+        """Executes the cache's pending plan between two steps, for the engine of another model."""
+        try:
+            self._apply(self._cache.take_pending_plan())
+        except Exception as error:
+            self.restart(error)
+
     @property
     def _loads_in_flight(self) -> int:
         return 0 if self._loads is None else self._loads.in_flight
@@ -188,8 +206,11 @@ class StepRunner:
                 drafts = sum(item.drafts for item in scheduled)
                 context = sum(segment.past for segment in batch.segments)
                 self._proposer.observe(len(scheduled), drafts, context, seconds)
-        elif self._tier_connector is not None:
-            self._tier_connector.observe(batch.segments, seconds)
+        else:
+            if self._tier_connector is not None:
+                self._tier_connector.observe(batch.segments, seconds)
+            if self._price is not None:
+                self._price.observe(batch.segments, seconds)
         self.counters.steps += 1
         self.counters.computed_tokens += batch.new_tokens
         return logits
@@ -270,6 +291,7 @@ class StepRunner:
                 sampled.logprob,
                 sequence.cached_tokens or 0,
                 sequence.diagnosis if len(sequence.generated) == 1 else None,
+                sequence.hint_outcomes if len(sequence.generated) == 1 else (),
             )
         )
         progress = sequence.sampler.progress
@@ -290,15 +312,24 @@ class StepRunner:
     ) -> None:
         self._scheduler.complete(sequence, lease)
         usage = sequence.usage(self._clock())
-        finished = Finished(sequence.request.id, reason, usage, text, stopped_by, sequence.diagnosis)
+        finished = Finished(
+            sequence.request.id,
+            reason,
+            usage,
+            text,
+            stopped_by,
+            sequence.diagnosis,
+            sequence.hint_outcomes,
+        )
         self._requests.end(sequence, finished)
 
     # ----------------------------------------------------------------------------------- between steps
 
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. Call it when there is nothing else to do."""
-        assert self._hit_verifier is not None
-        self._hit_verifier.step()
+    def do_idle_work(self) -> None:
+        """Does a piece of idle work. Call it when there is nothing else to do."""
+        if self._tier_connector is not None:
+            self._tier_connector.follow()
+        self._idle_work.step()
         self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
@@ -307,7 +338,6 @@ class StepRunner:
         self._scheduler.drain()
         if self._tier_connector is not None:
             self._tier_connector.settle()  # no load writes to rows that are reused
-        if self._hit_verifier is not None:
-            self._hit_verifier.forget()
+        self._idle_work.forget()
         self._cache.reset()
         self.fail_all(EngineFault(error))

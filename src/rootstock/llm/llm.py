@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
@@ -60,6 +61,18 @@ class _Asked:
     tokens: Tokens
     boundaries: tuple[Boundary, ...] = ()
     place: AnswerPlace | None = None  # of a chat: the next turn's prompt gets the sampled ids back
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The namespace of one call's prompts."""
+
+    cache_salt: str | None
+    adapter: str | None  # its name
+
+    @property
+    def salt(self) -> str:
+        return salt_of("", self.cache_salt)
 
 
 class LLM:
@@ -189,15 +202,21 @@ class LLM:
     # -------------------------------------------------------------------------------- answers at once
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, cache_salt: str | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Generates answers to one or many prompts, batched, and returns them in the prompts' order.
 
-        A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt`.
+        A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt` and the
+        same `adapter`, a LoRA adapter by its name; without one the base model answers.
         Raises RequestError, EngineError and LLMClosed.
         """
         asked = self._prompts(_listed(prompts))
-        return self._collect(asked, _one_for_each(params, len(asked)), cache_salt)
+        return self._collect(asked, _one_for_each(params, len(asked)), _Use(cache_salt, adapter))
 
     def chat(
         self,
@@ -208,6 +227,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one or many conversations, rendered with the model's chat template, in their order.
 
@@ -217,16 +237,22 @@ class LLM:
         """
         conversations = _conversations(messages)
         options = _template_options(chat_template_kwargs, continue_final_message)
-        asked = self._chats(conversations, tools, options, cache_salt)
-        return self._collect(asked, _one_for_each(params, len(asked)), cache_salt)
+        use = _Use(cache_salt, adapter)
+        asked = self._chats(conversations, tools, options, use)
+        return self._collect(asked, _one_for_each(params, len(asked)), use)
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, cache_salt: str | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Generates like `generate`, for asyncio. Cancelling the task aborts its requests."""
         listed = _listed(prompts)
         each = _one_for_each(params, len(listed))
-        return await self._acollect(lambda: self._prompts(listed), each, cache_salt)
+        return await self._acollect(lambda: self._prompts(listed), each, _Use(cache_salt, adapter))
 
     async def achat(
         self,
@@ -237,22 +263,27 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answers like `chat`, for asyncio. Cancelling the task aborts its requests."""
         conversations = _conversations(messages)
         options = _template_options(chat_template_kwargs, continue_final_message)
         each = _one_for_each(params, len(conversations))
-        return await self._acollect(
-            lambda: self._chats(conversations, tools, options, cache_salt), each, cache_salt
-        )
+        use = _Use(cache_salt, adapter)
+        return await self._acollect(lambda: self._chats(conversations, tools, options, use), each, use)
 
     # ------------------------------------------------------------------------------- answers in pieces
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Submits a prompt at once and returns an iterator over the pieces of its answers."""
-        return self._stream(self._prompt(prompt), params, cache_salt)
+        return self._stream(self._prompt(prompt), params, _Use(cache_salt, adapter))
 
     def chat_stream(
         self,
@@ -263,20 +294,27 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Submits a conversation at once and returns an iterator over the pieces of its answers."""
         options = _template_options(chat_template_kwargs, continue_final_message)
-        return self._stream(self._chat(messages, tools, options, cache_salt), params, cache_salt)
+        use = _Use(cache_salt, adapter)
+        return self._stream(self._chat(messages, tools, options, use), params, use)
 
     def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Returns a generator of the pieces of the answers to a prompt. The request begins with the first of them.
 
         Cancelling the task aborts the request. A loop that is left early aborts it when the generator is closed:
         at once within `contextlib.aclosing`.
         """
-        return self._astream(lambda: self._prompt(prompt), params, cache_salt)
+        return self._astream(lambda: self._prompt(prompt), params, _Use(cache_salt, adapter))
 
     def achat_stream(
         self,
@@ -287,16 +325,20 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Returns a generator of the pieces of the answers to a conversation, as `astream` does."""
         options = _template_options(chat_template_kwargs, continue_final_message)
-        return self._astream(lambda: self._chat(messages, tools, options, cache_salt), params, cache_salt)
+        use = _Use(cache_salt, adapter)
+        return self._astream(lambda: self._chat(messages, tools, options, use), params, use)
 
     # --------------------------------------------------------------------------------------- the cache
 
-    def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
+    def explain(
+        self, prompt: Prompt, *, cache_salt: str | None = None, adapter: str | None = None
+    ) -> Explanation:
         """Explains how much of a prompt is cached now, and the reason why no more (`message`, `cap`)."""
-        return self._explain(self._prompt(prompt), cache_salt)
+        return self._explain(self._prompt(prompt), _Use(cache_salt, adapter))
 
     def explain_chat(
         self,
@@ -306,15 +348,30 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Explanation:
         """Explains how much of a conversation is cached now, and the reason why no more."""
         options = _template_options(chat_template_kwargs, continue_final_message)
-        return self._explain(self._chat(messages, tools, options, cache_salt), cache_salt)
+        use = _Use(cache_salt, adapter)
+        return self._explain(self._chat(messages, tools, options, use), use)
 
-    def _explain(self, asked: _Asked, cache_salt: str | None) -> Explanation:
+    def _explain(self, asked: _Asked, use: _Use) -> Explanation:
         with self._open() as engine:
-            found = engine.explain(asked.tokens, salt_of("", cache_salt))
+            found = engine.explain(asked.tokens, use.salt, self._adapter(use))
         return replace(found, message=explained_in_words(found, asked.tokens, self.tokenizer))
+
+    # ------------------------------------------------------------------------------------ the adapters
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter in PEFT's format: calls choose it by `adapter=name`. Raises AdapterUnusable, AdapterExists
+        and AdapterLimit."""
+        with self._open() as engine:
+            engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. Its running requests go on to their ends. Raises AdapterNotLoaded."""
+        with self._open() as engine:
+            engine.unload_adapter(name)
 
     def stats(self) -> EngineStats:
         """Counts hits, evictions, steps and the memory in use."""
@@ -345,16 +402,16 @@ class LLM:
         conversations: Sequence[Sequence[Message]],
         tools: Sequence[Tool] | None,
         options: Mapping[str, Any],
-        cache_salt: str | None,
+        use: _Use,
     ) -> list[_Asked]:
-        return _each(conversations, lambda messages: self._chat(messages, tools, options, cache_salt))
+        return _each(conversations, lambda messages: self._chat(messages, tools, options, use))
 
     def _chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
         options: Mapping[str, Any],
-        cache_salt: str | None,
+        use: _Use,
     ) -> _Asked:
         if self._closed.is_set():
             raise LLMClosed
@@ -367,29 +424,40 @@ class LLM:
         template = template_input(conversation_of(messages, tools, options=options), tokenizer)
         template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
         make = chat_with_boundaries if self._wants_boundaries else chat_prompt
-        prompt = make(template, self._tokenizer, salt_of("", cache_salt))
+        prompt = make(template, self._tokenizer, use.salt)
         return _Asked(None, prompt.tokens, prompt.boundaries, prompt.place)
 
-    def _requests(self, asked: _Asked, params: SamplingParams, cache_salt: str | None) -> tuple[Request, ...]:
+    def _adapter(self, use: _Use) -> str:
+        """Returns the fingerprint of the call's adapter. Raises InvalidParameter."""
+        if use.adapter is None:
+            return ""
+        found = self._engine.adapters.find(use.adapter)
+        if found is None:
+            names = ", ".join(named.name for named in self._engine.adapters.all) or "no adapter is loaded"
+            raise InvalidParameter("adapter", use.adapter, f"the name of a loaded adapter ({names})")
+        return found.fingerprint
+
+    def _requests(self, asked: _Asked, params: SamplingParams, use: _Use) -> tuple[Request, ...]:
         requests = requests_for(
             uuid.uuid4().hex,
             [asked.tokens],
             params.n,
             params.sampling(self._defaults),
             params.stopping(),
-            salt=salt_of("", cache_salt),
+            salt=use.salt,
             prompt_logprobs=params.prompt_logprobs,
             boundaries=asked.boundaries,
             place=asked.place,
+            adapter=self._adapter(use),
         )
         return tuple(request.fitted(self.context_limit) for request in requests)
 
     # ---------------------------------------------------------------------------------------- running
 
     def _collect(
-        self, asked: Sequence[_Asked], params: Sequence[SamplingParams], cache_salt: str | None
+        self, asked: Sequence[_Asked], params: Sequence[SamplingParams], use: _Use
     ) -> list[RequestOutput]:
-        batch = _Batch(asked, params, lambda one, how: self._requests(one, how, cache_salt))
+        batch = _Batch(asked, params, lambda one, how: self._requests(one, how, use))
         with (
             self._open() as engine,
             contextlib.closing(Events(engine, batch.requests, batch.prompt_of)) as events,
@@ -402,10 +470,10 @@ class LLM:
         self,
         prepare: Callable[[], Sequence[_Asked]],
         params: Sequence[SamplingParams],
-        cache_salt: str | None,
+        use: _Use,
     ) -> list[RequestOutput]:
         def prepared() -> _Batch:
-            return _Batch(prepare(), params, lambda one, how: self._requests(one, how, cache_salt))
+            return _Batch(prepare(), params, lambda one, how: self._requests(one, how, use))
 
         batch = await asyncio.to_thread(prepared)
         with self._open() as engine:
@@ -414,16 +482,16 @@ class LLM:
                     batch.take(indexed)
         return batch.outputs()
 
-    def _stream(self, asked: _Asked, params: SamplingParams | None, cache_salt: str | None) -> Stream:
-        requests = self._requests(asked, params or SamplingParams(), cache_salt)
+    def _stream(self, asked: _Asked, params: SamplingParams | None, use: _Use) -> Stream:
+        requests = self._requests(asked, params or SamplingParams(), use)
         with self._open() as engine:
             return Stream(Events(engine, requests, [0] * len(requests)), self._open)
 
     async def _astream(
-        self, prepare: Callable[[], _Asked], params: SamplingParams | None, cache_salt: str | None
+        self, prepare: Callable[[], _Asked], params: SamplingParams | None, use: _Use
     ) -> AsyncGenerator[TextDelta, None]:
         asked = await asyncio.to_thread(prepare)
-        requests = self._requests(asked, params or SamplingParams(), cache_salt)
+        requests = self._requests(asked, params or SamplingParams(), use)
         with self._open() as engine:
             async with contextlib.aclosing(events_of(engine, requests, [0] * len(requests))) as events:
                 async for index, event in events:

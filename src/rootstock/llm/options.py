@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
+from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
 from rootstock.errors import InvalidOption
 
 ALIASES = {
@@ -29,6 +29,7 @@ _COMMAND_LINE = {
     "speculate": "draft_tokens",
     "answer-memory": "answer_memory_bytes",
     "served-model-name": "served_name",
+    "adapter": "adapters",
 }
 _SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes", "answer_memory_bytes")
 
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     cuda_graphs: bool
     attention: str
     memory_check: bool
+    adapters: Mapping[str, str | Path]  # name → directory of a LoRA adapter
     # CacheConfig
     block_size: int
     budget_bytes: int | str | None
@@ -112,6 +114,8 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
         return {field.name: given[field.name] for field in fields(config) if field.name in given}
 
     try:
+        if "adapters" in given:
+            given["adapters"] = tuple(AdapterConfig(name, Path(path)) for name, path in given["adapters"].items())
         return Configuration(
             ModelConfig(model, **of(ModelConfig)),
             CacheConfig(**of(CacheConfig)),

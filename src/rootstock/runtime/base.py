@@ -14,6 +14,7 @@ from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
+from rootstock.runtime.adapter_files import AdapterSource
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 
@@ -69,6 +70,7 @@ class Segment:
     tables: tuple[BlockIds, ...]
     logits_to_keep: int  # number of last rows that need logits: 1 to sample, new to score a prompt, 0: none
     state: SlotId = NO_SLOT  # working state after `past` positions; undefined if past = 0
+    adapter: str = ""  # fingerprint of a loaded LoRA adapter; empty: the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ class Batch:
     @property
     def new_tokens(self) -> int:
         return sum(len(s.tokens) for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A LoRA adapter in a runtime's memory."""
+
+    fingerprint: str  # of its files: the adapter of a `Segment` and of a `Namespace`
+    modules: int  # of the base model that it changes
+    rank: int  # the largest
+    nbytes: int
+    # "mixed": its requests share forwards with others. "apart": they have forwards of their own.
+    batching: Literal["mixed", "apart"] = "mixed"
 
 
 class Runtime(Protocol):
@@ -115,6 +129,14 @@ class Runtime(Protocol):
     def buffer_dtypes(self, family: int) -> list[str]:
         """Names the dtype of each buffer of `read` for a row of this family (an index into the model's families), as
         torch names it. Empty: the buffers are known only as bytes. May be called before `allocate`."""
+        ...
+
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        """Loads and checks a LoRA adapter: later segments may name its fingerprint. Raises AdapterUnusable."""
+        ...
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        """Drops an adapter's weights. No later segment names it."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

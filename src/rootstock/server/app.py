@@ -16,6 +16,7 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -24,24 +25,27 @@ from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
+from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
+from rootstock.server.pin_routes import pin_routes
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
 from rootstock.server.sessions import Sessions
+from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
 def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = None) -> FastAPI:
-    """Makes the application of several models, or of one. The caller starts and stops the engines."""
+    """Makes the application of several models, or of one. The caller starts and stops them."""
     config = config or ServerConfig()
-    models = served if isinstance(served, ModelRegistry) else ModelRegistry([served], config)
+    models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
@@ -66,7 +70,11 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     responses = Responses(store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
+    app.include_router(adapter_routes(models, config))
     app.include_router(cache_routes(models, config, explainer))
+    app.include_router(pin_routes(models, responses, config))
+    app.state.warmer = Warmer(models, responses)
+    app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     page = install_dashboard(app, models, config, sessions) if config.dashboard else None
     app.include_router(_root_route(page))
@@ -82,19 +90,27 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def chat(
+        body: ChatCompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(body.model, lambda model: chat_call(model, body, tenant), request)
+            return await answerer.answer(
+                body.model, lambda model: chat_call(model, body, tenant, head), request
+            )
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
             raise
 
     @router.post("/v1/completions")
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def completion(
+        body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(body.model, lambda model: completion_call(model, body, tenant), request)
+        return await answerer.answer(
+            body.model, lambda model: completion_call(model, body, tenant, head), request
+        )
 
     return router
 
@@ -114,19 +130,28 @@ def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
 
 
 def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:
-    router = APIRouter(tags=["State"], responses=documented_errors())
+    router = APIRouter(tags=["State"], route_class=BoundedJsonRoute, responses=documented_errors())
 
     def described(name: str) -> dict[str, Any]:
-        model = models.find(name)
+        slot = models.slot(name)
+        model = slot.loaded
+        if model is not None:  # an unloaded one is described as it was loaded last
+            slot.card = {
+                "max_model_len": model.context_limit,
+                **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
+                **anthropic_model_fields(name, slot.created, model.context_limit),
+            }
         return {
             "id": name,
             "object": "model",
-            "created": model.created,
+            "created": slot.created,
             "owned_by": "rootstock",
-            "root": model.name,  # the model that an alias stands for
-            "max_model_len": model.context_limit,
-            **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
-            **anthropic_model_fields(name, model.created, model.context_limit),
+            "root": name if models.is_adapter(name) else slot.name,  # the model that an alias stands for
+            "status": {"value": slot.status},
+            "parent": slot.name if models.is_adapter(name) else None,  # of a LoRA adapter: its base
+            **anthropic_model_fields(name, slot.created, None),
+            **slot.card,
+            "display_name": name,
         }
 
     @router.get("/v1/models")
@@ -135,6 +160,20 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         data = [described(name) for name in models.names]
         ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
         return {"object": "list", "data": data, "has_more": False, **ids}
+
+    @router.post("/v1/models/load", responses=documented_errors(404, 409, 415, 429))
+    async def load(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Loads a model, and waits until requests can use it."""
+        refuse_unless(is_operator(request), config)
+        (await models.use(body.model, request)).end()
+        return described(body.model)
+
+    @router.post("/v1/models/unload", responses=documented_errors(404, 409, 415, 429))
+    async def unload(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Unloads a model that no request uses. A later request loads it again."""
+        refuse_unless(is_operator(request), config)
+        await models.unload(body.model, request)
+        return described(body.model)
 
     @router.get("/v1/models/{name:path}", responses=documented_errors(404))
     def one_model(name: str) -> dict[str, Any]:

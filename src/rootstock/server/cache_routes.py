@@ -41,7 +41,10 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
         """Counts hits, misses, blocks and bytes of a model, or by model where the server has several."""
         refuse_unless(is_operator(request), config)
         if model is None and models.are_several:
-            return {"models": {one.name: _stats_of(one) for one in models.loaded}}
+            return {
+                "budget": models.budget_numbers(),
+                "models": {one.name: _stats_of(one) for one in models.loaded},
+            }
         return _stats_of(models.find(model))
 
     @router.get("/volatile", responses=documented_errors(401, 403))

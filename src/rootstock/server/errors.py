@@ -54,6 +54,7 @@ _MEANINGS = {
     403: "The host, the web page or the key may not do this.",
     404: "The model, or the object, is not here.",
     408: "The request came too slowly.",
+    409: "The state of the model or of the cache does not allow it, or the name is taken: see the message.",
     413: "The body is too large.",
     414: "The URL is too long.",
     415: "The body is not JSON in UTF-8.",

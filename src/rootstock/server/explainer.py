@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from fastapi import Request
 
 from rootstock.cache.explain import Explanation
+from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.conversation.volatile_heads import DroppedHead
@@ -29,10 +30,15 @@ class ExplainedPrompt:
     salt: str
     sampled_tokens: int = 0  # ids of earlier answers
     dropped: tuple[DroppedHead, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    adapter: str = ""
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> ExplainedPrompt:
-        return ExplainedPrompt(chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped)
+        prompt = chat.prompt
+        return ExplainedPrompt(
+            prompt.tokens, chat.salt, prompt.sampled_tokens, chat.dropped, prompt.boundaries, chat.adapter
+        )
 
 
 class Explainer:
@@ -53,7 +59,7 @@ class Explainer:
         return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
 
     def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:
-        explanation = model.engine.explain(prompt.tokens, prompt.salt)
+        explanation = model.engine.explain(prompt.tokens, prompt.salt, prompt.adapter)
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()
         told = _explained(explanation, prompt.tokens, model.model_tokenizer)

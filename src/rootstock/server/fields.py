@@ -39,12 +39,6 @@ class Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
-class PromptCacheOptions(Wire):
-    comparison_response_id: Annotated[
-        Label | None, Field(description="asks how much of that response's prompt was found in the cache")
-    ] = None
-
-
 class SamplingFields(Wire):
     """Parameters of sampling, and conditions that end an answer."""
 
@@ -69,9 +63,6 @@ class SamplingFields(Wire):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     user: Label | None = None
-    prompt_cache_key: Annotated[Label | None, Field(description="a hint, without influence on the cache")] = (
-        None
-    )
     cache_salt: Annotated[str | None, Field(description="prefixes are shared only within one salt")] = None
 
     def sampling(

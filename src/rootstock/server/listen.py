@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from uvicorn.server import HANDLED_SIGNALS
 
-from rootstock.engine.engine import Engine
 from rootstock.errors import AddressUnavailable
 from rootstock.server.connection import Connection, HttpLimits
 
@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
+
+
+class Stops(Protocol):
+    """An engine, or the models of a server."""
+
+    def stop(self) -> None: ...
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,7 +56,7 @@ def url_of(taken: socket.socket) -> str:
 
 def serve(
     app: FastAPI,
-    engine: Engine,
+    engine: Stops,
     taken: socket.socket,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
@@ -72,7 +78,7 @@ def serve(
 @contextlib.contextmanager
 def running(
     app: FastAPI,
-    engine: Engine,
+    engine: Stops,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: HttpLimits | None = None,
@@ -123,7 +129,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: Engine,
+        engine: Stops,
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,

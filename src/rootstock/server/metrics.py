@@ -17,8 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.engine import Engine
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
@@ -227,6 +229,8 @@ class _EngineCollector:
                 "loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens
             )
             yield from _tier(stats.tier)
+        if stats.idle is not None:
+            yield from _idle(stats.idle, cache)
 
 
 class _AnswersCollector:
@@ -272,6 +276,26 @@ class _ResponsesCollector(Collector):
             waiting_to_be_stored=stats.waiting_bytes,
         )
         yield _counters("stored_responses_events", "Responses by event", "event", **stats.events)
+
+
+def _idle(idle: IdleStats, cache: CacheStats) -> Iterator[Metric]:
+    prompts = CounterMetricFamily(
+        "rootstock_idle_work", "Prompts of idle work, by their kind and end", labels=["kind", "ended"]
+    )
+    for kind, ends in sorted(idle.ended.items()):
+        for end, count in sorted(ends.items()):
+            prompts.add_metric([kind, end], count)
+    yield prompts
+    yield _gauge("idle_work_waiting", "Prompts that wait for idle time", idle.waiting)
+    yield _counters(
+        "idle_tokens",
+        "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before",
+        "event",
+        computed=idle.computed_tokens,
+        loaded=idle.loaded_tokens,
+        hit=cache.idle_hit_tokens,
+        evicted=cache.idle_evicted_tokens,
+    )
 
 
 def _tier(tier: TierStats) -> Iterator[Metric]:

@@ -29,8 +29,11 @@ def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
     return total
 
 
-def anthropic_model_fields(name: str, created_s: int, context_limit: int) -> dict[str, Any]:
-    """Returns the fields of a model in Anthropic's API. The object has those of OpenAI's, too."""
+def anthropic_model_fields(name: str, created_s: int, context_limit: int | None) -> dict[str, Any]:
+    """Returns the fields of a model in Anthropic's API. The object has those of OpenAI's, too.
+
+    `context_limit` is None until the model is loaded.
+    """
     return {
         "type": "model",
         "display_name": name,

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from fastapi import Request
 
 from rootstock.cache.families import FullAttention
-from rootstock.config import ANY_NAME, ServerConfig
+from rootstock.cache.shared_budget import SharedBudget
+from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig
 from rootstock.engine.build import Assembly
+from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import Health
-from rootstock.errors import MissingParameter, ModelNotFound
+from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
+from rootstock.server.errors import ClientGone
+from rootstock.server.model_slots import Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
+from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
 
 T = TypeVar("T")
+LoadAssembly = Callable[[ServedModelConfig], Assembly]
+
+_GONE_CHECK_S = 0.25  # between two looks whether the client of a waiting request has left
 
 
-def served_model(made: Assembly, config: ServerConfig, fingerprints: Fingerprints) -> ServedModel:
+def served_model(
+    made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
+) -> ServedModel:
     """Makes the model of an engine. The caller starts and stops the engine."""
     engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
-    output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
+    prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    next_turns = None
+    if engine.idle_prefills is not None:
+        next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
+    tool_parser = config.tool_parser if own is None else own.tool_parser
+    output = detect(tokenizer) if tool_parser == "auto" else named(tool_parser, tokenizer)
     return ServedModel(
-        made.description.name,
+        made.description.name if own is None else own.name,
         made.description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
+        prompts,
         made.defaults,
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
@@ -44,44 +61,123 @@ def served_model(made: Assembly, config: ServerConfig, fingerprints: Fingerprint
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
         fingerprints=fingerprints,
+        next_turns=next_turns,
     )
 
 
-class ModelUse:
-    """A request's use of a model, which stays loaded until the use ends."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
-
-    def end(self) -> None:
-        """Ends the use. Idempotent."""
-
-
 class ModelRegistry:
-    """The models of a server by name. Used on event loops' threads, but for queries."""
+    """The models of a server by name. Any thread may call the methods, but for coroutines.
 
-    def __init__(self, made: Sequence[Assembly], config: ServerConfig) -> None:
+    An unloaded model is loaded when a request asks for it, on another thread; the request waits.
+    """
+
+    def __init__(self, slots: ModelSlots, config: ServerConfig, engine: EngineConfig) -> None:
+        self.slots = slots
+        self.queue = PreparationQueue(engine.max_batch, engine.max_queue)
+        self._by_name, self._of_any_name = _by_name(slots.all, config.aliases)
+
+    @staticmethod
+    def of_one(made: Assembly, config: ServerConfig) -> ModelRegistry:
+        """Makes the registry of one model that is always loaded. The caller starts and stops its engine."""
+        model = served_model(made, config, Fingerprints())
+        slots = ModelSlots([ModelSlot(model.name, None, Loaded(model))])
+        return ModelRegistry(slots, config, made.engine.config)
+
+    @staticmethod
+    def of_several(
+        models: Sequence[ServedModelConfig],
+        load: LoadAssembly,
+        config: ServerConfig,
+        engine: EngineConfig,
+        budget: SharedBudget | None = None,
+    ) -> ModelRegistry:
+        """Makes the registry of models that `start` or requests load. Raises InvalidOption."""
         fingerprints = Fingerprints()  # of all models: an answer may be compared with one of another model
-        self.loaded = [served_model(one, config, fingerprints) for one in made]
-        self.queue = PreparationQueue(made[0].engine.config.max_batch, made[0].engine.config.max_queue)
-        self._by_name: Mapping[str, ServedModel] = {model.name: model for model in self.loaded}
-        if len(self.loaded) == 1:
-            only = self.loaded[0]
-            aliases = {alias: only for alias in config.aliases if alias != ANY_NAME}
-            self._by_name = aliases | dict(self._by_name)
-            self._of_any_name = only if ANY_NAME in config.aliases else None
-        else:
-            self._of_any_name = None
+
+        def loaded(own: ServedModelConfig) -> ServedModel:
+            return served_model(load(own), config, fingerprints, own)
+
+        slots = ModelSlots(
+            [ModelSlot(own.name, own, Unloaded()) for own in models],
+            loaded,
+            DeviceThread(),
+            budget,
+            engine,
+        )
+        return ModelRegistry(slots, config, engine)
+
+    def start(self) -> None:
+        """Loads the models that are served from the start. Raises StartupError."""
+        self.slots.start()
+
+    def __enter__(self) -> ModelRegistry:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops all engines. Idempotent."""
+        self.slots.stop()
+
+    # ------------------------------------------------------------------------------------------- names
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.slots.all) > 1
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models that are loaded now."""
+        return [model for slot in self.slots.all if (model := slot.loaded) is not None]
 
     @property
     def names(self) -> list[str]:
         """The names of models, and their aliases, without the alias for any name."""
-        models = [model.name for model in self.loaded]
-        return list(dict.fromkeys([*models, *self._by_name]))
+        models = [slot.name for slot in self.slots.all]
+        adapters = [name for slot in self.slots.all for name in _adapters_of(slot)]
+        return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
-    @property
-    def are_several(self) -> bool:
-        return len(self.loaded) > 1
+    def is_adapter(self, asked: str) -> bool:
+        """Returns whether a name is that of a LoRA adapter."""
+        return asked not in self._by_name and self._slot_of_adapter(asked) is not None
+
+    def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
+        return next((slot for slot in self.slots.all if asked in _adapters_of(slot)), None)
+
+    def slot(self, asked: str | None) -> ModelSlot:
+        """Returns the place of the model of a name. A request without a name gets the only model.
+
+        Raises ModelNotFound, MissingParameter, and InvalidParameter for a name that an answer could not repeat.
+        """
+        if asked is None:
+            if self._of_any_name is None and self.are_several:
+                raise MissingParameter("model")
+            return self._of_any_name or self.slots.all[0]
+        found = self._by_name.get(asked) or self._slot_of_adapter(asked)
+        if found is not None:
+            return found
+        if self._of_any_name is None:
+            raise ModelNotFound(asked, self.names)
+        refuse_surrogates(asked, "model")
+        return self._of_any_name
+
+    def find(self, asked: str | None) -> ServedModel:
+        """Returns a loaded model by its name. Raises the errors of `slot`, and ModelNotLoaded."""
+        return self._named(asked, self.slots.model_of(self.slot(asked)))
+
+    def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
+        """Returns the model with the adapter of this name, or the model itself if it is none."""
+        if asked is None or asked in self._by_name:
+            return model
+        adapter = model.engine.adapters.find(asked)
+        return model if adapter is None else model.of_adapter(adapter)
+
+    def chosen(self, asked: str | None) -> list[ServedModel]:
+        """Returns the model of a name, or all loaded models without one. Raises the errors of `find`."""
+        return self.loaded if asked is None else [self.find(asked)]
+
+    # ------------------------------------------------------------------------------------------- state
 
     @property
     def computes(self) -> bool:
@@ -91,39 +187,43 @@ class ModelRegistry:
     def health(self) -> Health:
         """Reports whether all engines work, with the sums of their numbers."""
         found = [model.engine.health() for model in self.loaded]
-        worst = next((one for one in found if not one.alive), found[0])
+        dead = next((one for one in found if not one.alive), None)
         return Health(
-            worst.alive,
-            worst.detail,
+            dead is None,
+            "ok" if dead is None else dead.detail,
             sum(one.running for one in found),
             sum(one.waiting for one in found),
             sum(one.steps for one in found),
         )
 
-    def find(self, asked: str | None) -> ServedModel:
-        """Returns the model of a name. A request without a name gets the only model.
+    def budget_numbers(self) -> dict[str, Any] | None:
+        """Returns the numbers of the budget that the models share. None: they share none."""
+        budget = self.slots.budget
+        if budget is None:
+            return None
+        return {
+            "bytes": budget.budget_bytes,
+            "used_bytes": budget.owned_bytes,
+            "resident_bytes": budget.backed_bytes,
+            "moved_bytes": budget.moved_bytes,
+        }
 
-        Raises ModelNotFound, MissingParameter, and InvalidParameter for a name that an answer could not repeat.
-        """
-        if asked is None:
-            if self.are_several and self._of_any_name is None:
-                raise MissingParameter("model")
-            return self._of_any_name or self.loaded[0]
-        found = self._by_name.get(asked)
-        if found is not None:
-            return found
-        if self._of_any_name is None:
-            raise ModelNotFound(asked, self.names)
-        refuse_surrogates(asked, "model")
-        return self._of_any_name
-
-    def chosen(self, asked: str | None) -> list[ServedModel]:
-        """Returns the model of a name, or all models without one. Raises the errors of `find`."""
-        return list(self.loaded) if asked is None else [self.find(asked)]
+    # -------------------------------------------------------------------------------------------- uses
 
     async def use(self, asked: str | None, request: Request) -> ModelUse:
-        """Returns a use of a model, which the caller ends. Raises the errors of `find`."""
-        return ModelUse(self.find(asked))
+        """Returns a use of a model, which the caller ends. Waits until the model is loaded.
+
+        Raises the errors of `slot`, ModelUnavailable, QueueFull, EngineStopped and ClientGone.
+        """
+        slot = self.slot(asked)
+        found = self.slots.use(slot)
+        if not isinstance(found, ModelUse):
+            with self.slots.wait():
+                while not isinstance(found, ModelUse):
+                    await _unless_gone(found, request)
+                    found = self.slots.use(slot)
+        found.model = self._named(asked, found.model)
+        return found
 
     async def run(self, asked: str | None, request: Request, prepare: Callable[[ServedModel], T]) -> T:
         """Calls `prepare` with a model on another thread, when it is this request's turn, and returns its result.
@@ -135,3 +235,53 @@ class ModelRegistry:
             return await self.queue.run(request, lambda: prepare(use.model))
         finally:
             use.end()
+
+    async def unload(self, asked: str, request: Request) -> None:
+        """Unloads a model. Raises the errors of `slot`, ModelBusy and ClientGone."""
+        done = self.slots.unload(self.slot(asked))
+        if done is not None:
+            await _unless_gone(done, request)
+
+
+def _adapters_of(slot: ModelSlot) -> list[str]:
+    """Returns the names of a model's LoRA adapters: of an unloaded one, those that are loaded with it."""
+    model = slot.loaded
+    if model is not None:
+        return [adapter.name for adapter in model.engine.adapters.all]
+    return [] if slot.config is None else [adapter.name for adapter in slot.config.model.adapters]
+
+
+async def _unless_gone(done: Future[None], request: Request) -> None:
+    """Waits for the end of a load or unload, which goes on if the client leaves. Raises ClientGone."""
+    waited = asyncio.wrap_future(done)
+    while not (await asyncio.wait([asyncio.shield(waited)], timeout=_GONE_CHECK_S))[0]:
+        if await request.is_disconnected():
+            raise ClientGone
+
+
+def _by_name(
+    slots: Sequence[ModelSlot], aliases: Sequence[str]
+) -> tuple[Mapping[str, ModelSlot], ModelSlot | None]:
+    """Returns the slots by name and alias, and the slot of any other name. Raises InvalidOption."""
+    found = {slot.name: slot for slot in slots}
+    if len(found) < len(slots):
+        twice = next(slot.name for slot in slots if found[slot.name] is not slot)
+        raise InvalidOption("model", twice, "a name that no other model of the server has")
+    of_any: ModelSlot | None = None
+    pairs = [(alias, slot) for slot in slots if slot.config is not None for alias in slot.config.aliases]
+    for written in aliases:
+        alias, separator, target = written.partition("=")
+        if not separator and len(slots) > 1:
+            raise InvalidOption("--alias", written, f"{written}=MODEL, since the server has several models")
+        if separator and target not in found:
+            raise InvalidOption("--alias", written, "NAME=MODEL with the name of a model of the server")
+        pairs.append((alias, found[target] if separator else slots[0]))
+    names = dict(found)
+    for alias, slot in pairs:
+        if alias == ANY_NAME:
+            if of_any not in (None, slot):
+                raise InvalidOption("--alias", "*", "the alias of one model")
+            of_any = slot
+        elif names.setdefault(alias, slot) is not slot:
+            raise InvalidOption("--alias", alias, "a name that no other model has")
+    return names, of_any

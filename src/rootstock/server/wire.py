@@ -7,7 +7,6 @@ translates a request's body to a `Call`, and the engine's events to the response
 from __future__ import annotations
 
 import io
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.cache.hints import CacheHints
+from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -30,9 +31,9 @@ from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.output.reasoning_tokens import CountingParser
-from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.engine.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
+from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
 from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import (
     Event,
@@ -51,6 +52,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
+from rootstock.server.next_turns import NextTurn, NextTurns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -220,15 +222,26 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    adapter: str = ""
+    next_turn: NextTurn | None = None  # None: idle work is off
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         return fingerprint_of(self.model, self.template, len(self.prompt.tokens))
 
     def requests(
-        self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
+        self,
+        id: str,
+        choices: int,
+        sampling: ResolvedSampling,
+        stop: StopParams,
+        *,
+        diagnose: bool = False,
+        hints: CacheHints | None = None,
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
+        if choices > 1 and self.next_turn is not None:
+            self.next_turn.give_up()
         return requests_for(
             id,
             [self.prompt.tokens],
@@ -241,6 +254,8 @@ class PreparedChat:
             place=self.prompt.place,
             constraint=self.constraint,
             diagnose=diagnose,
+            hints=hints,
+            adapter=self.adapter,
         )
 
 
@@ -290,7 +305,18 @@ class ServedModel:
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
-    created: int = field(default_factory=lambda: int(time.time()))
+    next_turns: NextTurns | None = None  # None: idle work is off
+    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+    parent: str | None = None  # of an adapter: the name of its base model
+
+    def of_adapter(self, adapter: NamedAdapter) -> ServedModel:
+        """Returns the same model with an adapter: it shares the engine and the tokenizer."""
+        return replace(
+            self,
+            name=adapter.name,
+            adapter=adapter.fingerprint,
+            parent=self.parent or self.name,
+        )
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
@@ -318,20 +344,37 @@ class ServedModel:
             conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
         text = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
-        make = chat_with_boundaries if self.wants_boundaries else chat_prompt
+        make = chat_with_boundaries if self.wants_boundaries else chat_with_marks
         prompt = make(text, self.tokenizer, salt, tenant)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        next_turn = None
+        if self.next_turns is not None:
+            next_turn = self.next_turns.of(
+                conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter
+            )
+
+        def told(parser: DeltaParser) -> DeltaParser:
+            return parser if next_turn is None else next_turn.parser_around(parser)
+
         prepared = PreparedChat(
-            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+            self.name,
+            template,
+            prompt,
+            salt,
+            lambda: told(TextOnly()),
+            constraint=constraint,
+            dropped=dropped,
+            next_turn=next_turn,
+            adapter=self.adapter,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared
 
         def new_parser() -> DeltaParser:
-            return CountingParser(RememberingParser(OutputParser(output, tools, end), prompt.place))
+            return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
 
         return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from rootstock.cache.families import (
@@ -26,7 +27,8 @@ from rootstock.cache.families import (
 )
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
-from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
+from rootstock.runtime.adapter_files import AdapterSource
+from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
 
@@ -159,6 +161,7 @@ class FakeRuntime:
         self.forwards = 0
         self.computed_tokens = 0
         self.returned_rows = 0
+        self.adapters: set[str] = set()
         self._has_states = any(isinstance(family, RecurrentState) for family in families)
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
@@ -210,6 +213,13 @@ class FakeRuntime:
             pool.hashes[returned.rows] = 12345
             pool.tokens[returned.rows] = 12345
 
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        self.adapters.add(source.fingerprint)
+        return LoadedAdapter(source.fingerprint, len(source.tensors), source.scalings.rank, source.nbytes)
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        self.adapters.remove(fingerprint)
+
     def forward(self, batch: Batch) -> Logits:
         if self.fault is not None:
             self.fault(batch)
@@ -223,9 +233,9 @@ class FakeRuntime:
         ]
         return np.concatenate(rows) if rows else np.empty((0, self.description.vocab_size), np.float32)
 
-    def expected_logits(self, tokens: Tokens) -> Logits:
-        """Computes the logits [vocab] that follow these tokens, from the tokens alone."""
-        hashes = _chain(int(_SEED), tokens, 0)
+    def expected_logits(self, tokens: Tokens, adapter: str = "") -> Logits:
+        """Computes the logits [vocab] that follow these tokens, from the tokens and the adapter alone."""
+        hashes = _chain(_seed_of(adapter), tokens, 0)
         positions = np.arange(len(tokens), dtype=np.int32)
         last = positions[-1:].astype(np.int64)
         seen = [
@@ -240,10 +250,11 @@ class FakeRuntime:
     def _write(self, segment: Segment) -> Hashes:
         """Writes a segment's rows in each family. Returns the states after each of its tokens."""
         past = segment.past
+        assert not segment.adapter or segment.adapter in self.adapters, "an adapter that is not loaded"
         for pool, blocks in zip(self._pools, segment.tables, strict=True):
             # The chain continues from the family's own last position, if the family still keeps it.
             size = pool.block_size
-            parent = int(_SEED)
+            parent = _seed_of(segment.adapter)
             if past and pool.family.first_visible(past) < past:
                 parent = int(pool.hashes[blocks[(past - 1) // size], (past - 1) % size])
             elif past:
@@ -251,7 +262,7 @@ class FakeRuntime:
             pool.write(blocks, segment.tokens, past, _chain(parent, segment.tokens, past))
         if not self._has_states:
             return np.empty(0, np.uint64)
-        parent = int(_SEED)
+        parent = _seed_of(segment.adapter)
         if past:
             stored_past, stored = (int(x) for x in self._states[segment.state])
             parent = stored if stored_past == past else stored ^ 0x5BD1E995  # misplaced: output changes
@@ -289,6 +300,11 @@ class FakeRuntime:
         vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
         bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
         return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)
+
+
+def _seed_of(adapter: str) -> int:
+    """Returns the hash before the first token: adapters make other rows of the same tokens."""
+    return int(_SEED) ^ xxhash.xxh3_64_intdigest(adapter.encode()) if adapter else int(_SEED)
 
 
 def _together(seen: Sequence[Hashes]) -> Hashes:

@@ -5,7 +5,7 @@ A record's `Identity` names its owner and content down to the tokens. It is chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
@@ -24,6 +25,7 @@ class Record:
 
     identity: Identity
     payload: Sequence[Buffer]
+    keep: Keep | None = None  # how long hints keep it from eviction
 
     def views(self) -> list[memoryview]:
         return views_of(self.payload)
@@ -171,6 +173,10 @@ class Tier(Protocol):
 
     def touch(self, keys: Iterable[RecordKey]) -> None: ...
 
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        """Keeps stored records from eviction, within bounds for each tenant."""
+        ...
+
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         """Removes records that are wrong, so that they are never loaded again."""
         ...
@@ -201,6 +207,9 @@ class UnavailableTier:
         return Miss(MissKind.UNAVAILABLE, self._off.reason)
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
+        pass
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
         pass
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:

@@ -14,9 +14,10 @@ A record outlives the process only in the lower tier. `close` moves all remainin
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
@@ -122,6 +123,10 @@ class TierChain:
         used = list(keys)
         self.upper.touch(used)
         self.lower.touch(used)
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        self.upper.retain(keeps)
+        self.lower.retain(keeps)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         """Removes these records from both tiers, and those in between as soon as they have arrived."""

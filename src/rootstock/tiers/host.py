@@ -1,7 +1,7 @@
 """Host RAM tier: between an accelerator and the disk, or on its own.
 
-Records are copied in. The least recently used are evicted first, and passed to `on_evicted`. The cap covers
-everything: payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so
+Records are copied in. The least recently used are evicted first, those that hints keep after all others, and passed
+to `on_evicted`. The cap covers everything: payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so
 the cap holds at every instant. A record that is being evicted counts, and can be loaded, until `on_evicted` has
 returned.
 
@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import xxhash
 
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
 from rootstock.tiers.base import (
@@ -44,6 +45,7 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.record import difference
+from rootstock.tiers.kept import KeptBytes
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ _log = logging.getLogger(__name__)
 # page.
 _RECORD_BYTES = 6 * 1024
 _BUFFER_BYTES = 48  # for the length of each buffer
+_SWEEP_S = 1.0  # least time between two searches for records whose retention has ended
 
 OnEvicted = Callable[[Record], None]
 """Called with an evicted record, whose payload never changes, by the thread that stores, which holds no lock of the
@@ -66,10 +69,20 @@ class _Held:
     charged_bytes: int
     last_use_s: float
     uses: int = 0
+    kept_until_s: float = 0.0  # by the tier's clock; 0: it is not kept
+    tenant: str = ""  # that keeps it
+    priority: int = 0  # for the tier below: here, kept records are equal
+    is_accounted: bool = False  # its bytes are in its tenant's account
 
     @property
     def record(self) -> Record:
         return Record(self.identity, self.divided(self.content))
+
+    def record_with_keep(self, now_s: float) -> Record:
+        """Returns the record with the rest of its retention."""
+        left_s = self.kept_until_s - now_s
+        keep = Keep(self.tenant, left_s, self.priority) if left_s > 0 else None
+        return replace(self.record, keep=keep)
 
     def is_of(self, namespace: bytes | None) -> bool:
         """Returns whether the record has this namespace; None matches any."""
@@ -104,6 +117,8 @@ class HostTier:
         self._changed = threading.Condition()
         self._held: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
         self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `on_evicted` has not returned yet
+        self._kept = KeptBytes(cap_bytes)
+        self._swept_at_s = -_SWEEP_S
         self._used_bytes = 0  # charged: held, leaving, and reserved for copies in progress
         self._closed = False
 
@@ -140,19 +155,23 @@ class HostTier:
         except MemoryError as error:
             self._unreserve(charged_bytes)
             return NotStored(Refusal.FAILED, str(error) or "the system has no memory left")
-        return self._insert(held)
+        return self._insert(held, record.keep)
 
-    def _insert(self, held: _Held) -> StoreOutcome:
+    def _insert(self, held: _Held, keep: Keep | None) -> StoreOutcome:
         """Inserts a record for which space is reserved."""
         key = held.identity.key
         with self._changed:
             if not self._closed and key not in self._held:
                 self._held[key] = held
+                if keep is not None:
+                    self._keep(held, keep)
                 self._changed.notify_all()
                 return Stored(held.charged_bytes)
             self._unreserve(held.charged_bytes)
             if self._closed:
                 return NotStored(Refusal.UNAVAILABLE, _CLOSED)
+            if keep is not None:
+                self._keep(self._held[key], keep)
             self._use(self._held[key])  # another thread stored it first
             return AlreadyStored()
 
@@ -185,15 +204,18 @@ class HostTier:
         """Moves enough records to `_leaving` to free `short_bytes`. Records that already leave are not counted,
         because they free space for other stores. The caller holds the lock."""
         victims: list[_Held] = []
-        for key, held in self._held.items():
-            if short_bytes <= 0:
-                break
-            if key not in self._leaving:
-                victims.append(held)
-                short_bytes -= held.charged_bytes
+        now_s = self._clock()
+        for are_kept in (False, True):  # kept records go last
+            for key, held in self._held.items():
+                if short_bytes <= 0:
+                    break
+                if key not in self._leaving and (held.kept_until_s > now_s) == are_kept:
+                    victims.append(held)
+                    short_bytes -= held.charged_bytes
         for held in victims:
             key = held.identity.key
             self._leaving[key] = self._held.pop(key)
+            self._unaccount(held)
         return victims
 
     def _pass_on(self, victim: _Held) -> None:
@@ -201,7 +223,7 @@ class HostTier:
         # The receiver computes its own checksum, so damage that is not detected now would never be found.
         try:
             if self.on_evicted is not None and victim.is_intact:
-                self.on_evicted(victim.record)
+                self.on_evicted(victim.record_with_keep(self._clock()))
             else:
                 self._tell_gone([key])
         except Exception:  # a bug in `on_evicted`: the record is lost, but the store continues
@@ -248,6 +270,12 @@ class HostTier:
             for key in keys:
                 if (held := self._held.get(key)) is not None:
                     self._use(held)
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        with self._changed:
+            for key, keep in keeps.items():
+                if (held := self._held.get(key)) is not None:
+                    self._keep(held, keep)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         """Removes these records. If one is being evicted, this returns after `on_evicted` has returned."""
@@ -301,10 +329,34 @@ class HostTier:
         held.uses += 1
         self._held.move_to_end(held.identity.key)
 
+    def _keep(self, held: _Held, keep: Keep) -> None:
+        """Keeps a record, if its tenant's share has room. The caller holds the lock."""
+        self._unaccount(held)
+        now_s = self._clock()
+        if not self._kept.has_room(keep.tenant, held.charged_bytes) and now_s - self._swept_at_s >= _SWEEP_S:
+            self._swept_at_s = now_s
+            for other in self._held.values():
+                if other.kept_until_s <= now_s:
+                    self._unaccount(other)
+        if not self._kept.has_room(keep.tenant, held.charged_bytes):
+            held.kept_until_s = 0.0
+            return
+        self._kept.add(keep.tenant, held.charged_bytes)
+        held.kept_until_s, held.tenant, held.priority = now_s + keep.lasts_s, keep.tenant, keep.priority
+        held.is_accounted = True
+
+    def _unaccount(self, held: _Held) -> None:
+        """Gives a record's bytes back to its tenant's share. The caller holds the lock."""
+        if held.is_accounted:
+            self._kept.add(held.tenant, -held.charged_bytes)
+            held.is_accounted = False
+
     def _drop(self, key: RecordKey) -> None:
         """Drops a record. The caller holds the lock. A load that is copying from it keeps its memory until it has
         ended."""
-        self._used_bytes -= self._held.pop(key).charged_bytes
+        held = self._held.pop(key)
+        self._unaccount(held)
+        self._used_bytes -= held.charged_bytes
         self._changed.notify_all()
 
     def _wait_until_it_has_left(self, key: RecordKey) -> None:

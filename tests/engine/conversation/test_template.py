@@ -14,6 +14,7 @@ from rootstock.engine.conversation.types import (
     Conversation,
     Message,
     Part,
+    PrefixMark,
     Reasoning,
     Text,
     Tool,
@@ -27,6 +28,8 @@ from rootstock.engine.tokenizer import HFTokenizer
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
 LOOK_UP = Tool("look_up", "Looks a word up.", PARAMETERS)
 LATER = Tool("count", "Counts.", PARAMETERS, deferred=True)
+
+MARKED = PrefixMark("cache_control", 300.0)
 
 
 def user(*parts: Part | str) -> Message:
@@ -52,13 +55,13 @@ def test_results_beside_text_of_the_user_become_messages_of_their_own_in_order()
 
 def test_results_of_parallel_calls_are_in_the_order_of_the_calls() -> None:
     asks = Message("assistant", tuple(ToolCall(id, "look_up", {"word": id}) for id in "abc"))
-    results = [ToolResult(id, (Text(f"of {id}", marked=id == "a"),)) for id in "cxab"]
+    results = [ToolResult(id, (Text(f"of {id}", mark=MARKED if id == "a" else None),)) for id in "cxab"]
     apart = made(user("Oak?"), asks, *(Message("tool", (result,)) for result in results), user("And now?"))
     together = made(user("Oak?"), asks, user(*results, "And now?"))
     for prompt in (apart, together):
         shown = [message["content"] for message in prompt.messages[2:]]
         assert shown == ["of a", "of b", "of c", "of x", "And now?"]
-        assert prompt.marks == (Mark(2, len("of a")),)
+        assert prompt.marks == (Mark(2, len("of a"), MARKED),)
     alone = made(user("Oak?"), *(Message("tool", (result,)) for result in results))
     assert [message["content"] for message in alone.messages[1:]] == ["of c", "of x", "of a", "of b"]
 
@@ -98,8 +101,8 @@ def test_reasoning_is_given_in_the_field_that_the_template_reads(field: str) -> 
 
 
 def test_marks_keep_their_places_in_joined_parts_and_joined_messages() -> None:
-    system = Message("system", (Text("abc", marked=True), Text("de", marked=True)))
-    late = Message("system", (Text("fg", marked=True),))
+    system = Message("system", (Text("abc", mark=MARKED), Text("de", mark=MARKED)))
+    late = Message("system", (Text("fg", mark=MARKED),))
     template = """{%- for m in messages %}
     {%- if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif -%}
     [{{ m.role }}]{{ m.content }}
@@ -107,8 +110,8 @@ def test_marks_keep_their_places_in_joined_parts_and_joined_messages() -> None:
     tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), template)
     prompt = template_input(Conversation([system, late, user("x")]), tokenizer)
     assert [message["content"] for message in prompt.messages] == ["abc\nde\n\nfg", "x"]
-    assert prompt.marks == (Mark(0, 3), Mark(0, 6), Mark(0, 10))
-    assert made(user("x"), tools=[Tool("f", marked=True)]).marks == (Mark(None),)
+    assert prompt.marks == (Mark(0, 3, MARKED), Mark(0, 6, MARKED), Mark(0, 10, MARKED))
+    assert made(user("x"), tools=[Tool("f", mark=MARKED)]).marks == (Mark(None, asked=MARKED),)
 
 
 def test_an_error_without_text_is_shown_as_an_error() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rootstock.engine.conversation.types import Conversation, Message, Text
+from rootstock.engine.conversation.types import Conversation, Message, PrefixMark, Text
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 
 LINE = "x-anthropic-billing-header: cc_version=1.2.3.4a5; cc_entrypoint=cli;"
@@ -28,9 +28,9 @@ def test_a_block_of_the_system_prompt_is_dropped() -> None:
 
 
 def test_a_text_that_goes_on_after_the_line_keeps_the_rest_and_its_mark() -> None:
-    message = Message("system", (Text(f"{LINE}\n\nYou help.\n", marked=True),))
+    message = Message("system", (Text(f"{LINE}\n\nYou help.\n", mark=PrefixMark("")),))
     found, told = dropped(message, USER)
-    assert found[0].parts == (Text("You help.\n", marked=True),)
+    assert found[0].parts == (Text("You help.\n", mark=PrefixMark("")),)
     assert told == (DroppedHead(BEGINS, len(LINE) + 2),)
 
 

@@ -11,6 +11,7 @@ from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
+    PrefixMark,
     Text,
     Tool,
     ToolCall,
@@ -41,6 +42,7 @@ MISS = Diagnosis(100, 10, 10, "diverged", 10, 90, "…")
 HIT = Diagnosis(100, 90, 90, "none", None, 0, "…")
 ALL = Diagnosis(100, 99, 99, "none", None, 0, "…")
 EVICTED = Diagnosis(100, 10, 10, "evicted", 10, 70, "…")
+MARK = PrefixMark("cache_control", 300.0)
 
 
 def taken(conversation: Conversation = BASE, model: str = "model") -> Fingerprint:
@@ -53,9 +55,16 @@ def changed(later: Conversation, model: str = "model") -> Comparison:
 
 def test_a_request_that_goes_on_has_not_changed() -> None:
     assert changed(replace(BASE, messages=(SYSTEM, ASKED, CALLED, RESULT))).change is None
-    marked = Message("user", (Text("What is a tree?", marked=True),))
+    marked = Message("user", (Text("What is a tree?", mark=MARK),))
     assert (
-        changed(replace(BASE, messages=(SYSTEM, marked), tools=(replace(TOOL, marked=True),))).change is None
+        changed(
+            replace(
+                BASE,
+                messages=(SYSTEM, marked),
+                tools=(replace(TOOL, mark=MARK),),
+            )
+        ).change
+        is None
     )
 
 

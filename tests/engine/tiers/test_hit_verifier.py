@@ -42,7 +42,7 @@ class Verified(Tiered):
 
     def idle(self) -> None:
         while self.verifier.has_work:
-            self.engine.verify_hits()
+            self.engine.work_idly()
         self.cache.check()
 
     def spoil(self) -> None:
@@ -82,7 +82,7 @@ def test_a_wrong_hit_raises_the_alarm_and_is_dropped_from_memory_and_disk(bench:
 
 
 def test_a_request_during_a_check_is_served_first_and_the_check_restarts(bench: Verified) -> None:
-    bench.engine.verify_hits()
+    bench.engine.work_idly()
     assert bench.cache.stats().leases == 2
     other = [60, *PROMPT[1:]]
     assert bench.told(other)[0] == bench.alone(other, 3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rootstock.engine.conversation.types import (
     Message,
+    PrefixMark,
     Reasoning,
     Text,
     Tool,
@@ -27,6 +28,7 @@ from rootstock.server.anthropic.signatures import holding, signature_of, text_he
 from rootstock.server.anthropic.tool_use_ids import call_id_of, tool_use_id
 
 MARK = {"type": "ephemeral"}
+MARKED = PrefixMark("cache_control", 300.0)
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "Hello"}
 
@@ -34,7 +36,7 @@ USER = {"role": "user", "content": "Hello"}
 def translated(
     messages: Any, system: Any = None, tools: Any = None, choice: Any = None, **fields: Any
 ) -> Any:
-    return conversation_of(messages, system, tools, choice, {}, **{"marks_last": False} | fields)
+    return conversation_of(messages, system, tools, choice, {}, **fields)
 
 
 def parts(content: Any, role: str = "user") -> tuple[Any, ...]:
@@ -61,7 +63,7 @@ def test_a_system_prompt_is_text_or_blocks_and_later_ones_keep_their_place() -> 
         [text("Be brief."), text("Really.", cache_control=MARK)],
     ).messages
     assert [message.role for message in found] == ["system", "user", "system", "assistant", "user"]
-    assert found[0].parts == (Text("Be brief."), Text("Really.", marked=True))
+    assert found[0].parts == (Text("Be brief."), Text("Really.", mark=MARKED))
     assert found[2].parts == (Text("Date: today"),)
 
 
@@ -109,9 +111,9 @@ RESULTS: list[tuple[Any, tuple[Any, ...]]] = [
     ({"content": "4"}, (Text("4"),)),
     ({"content": []}, ()),
     ({"content": [text("4"), text("2")]}, (Text("4"), Text("2"))),
-    ({"content": "4", "cache_control": MARK}, (Text("4", marked=True),)),
-    ({"cache_control": MARK}, (Text("", marked=True),)),
-    ({"content": [text("4", cache_control=MARK)]}, (Text("4", marked=True),)),
+    ({"content": "4", "cache_control": MARK}, (Text("4", mark=MARKED),)),
+    ({"cache_control": MARK}, (Text("", mark=MARKED),)),
+    ({"content": [text("4", cache_control=MARK)]}, (Text("4", mark=MARKED),)),
     ({"content": [{"type": "tool_reference", "tool_name": "grep"}]}, (ToolReference("grep"),)),
     (
         {
@@ -198,11 +200,11 @@ def test_tools_are_added_and_removed_in_mid_conversation() -> None:
 
 
 def test_marks_stand_at_tools_and_texts_and_at_the_end_if_the_request_has_one() -> None:
-    found = translated([USER], tools=[TOOL | {"cache_control": MARK}], marks_last=True)
-    assert found.tools[0].marked
-    assert found.messages[0].parts == (Text("Hello", marked=True),)
+    found = translated([USER], tools=[TOOL | {"cache_control": MARK}], last_mark=MARKED)
+    assert found.tools[0].mark == MARKED
+    assert found.messages[0].parts == (Text("Hello", mark=MARKED),)
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "4"}]}
-    assert translated([result], marks_last=True).messages[0].parts[0].parts == (Text("4", marked=True),)
+    assert translated([result], last_mark=MARKED).messages[0].parts[0].parts == (Text("4", mark=MARKED),)
 
 
 def test_marks_are_counted_everywhere() -> None:

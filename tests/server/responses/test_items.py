@@ -9,6 +9,7 @@ import pytest
 from rootstock.engine.constraints.asked import Lark
 from rootstock.engine.conversation.types import (
     Message,
+    PrefixMark,
     Reasoning,
     Text,
     ToolCall,
@@ -53,7 +54,7 @@ def function(name: str, **fields: Any) -> Json:
                     {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
                 ],
             },
-            Message("user", (Text("a", marked=True),)),
+            Message("user", (Text("a", mark=PrefixMark("")),)),
         ),
         (
             {"role": "assistant", "id": "msg_1", "content": [{"type": "refusal", "refusal": "no"}]},

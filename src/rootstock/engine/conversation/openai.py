@@ -10,10 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rootstock.engine.constraints.asked import Lark, Regex
+from rootstock.engine.conversation.marks import (
+    BREAKPOINT,
+    CACHE_CONTROL,
+    breakpoint_of,
+    cache_control_of,
+    count_marks,
+)
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
     Part,
+    PrefixMark,
     Reasoning,
     Text,
     Tool,
@@ -38,8 +46,6 @@ from rootstock.engine.limits import (
     refuse_surrogates,
 )
 from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
-
-MARK = "cache_control"  # Anthropic's; other servers take it in OpenAI's format, too
 
 # Fields in which clients send back an answer's reasoning. All servers but this one have one of the first two.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -81,7 +87,6 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Translates messages. Raises InvalidParameter, MissingParameter and Unsupported."""
     refuse_more_than(MAX_MESSAGES, list(messages), "messages")
     result: list[Message] = []
-    marks = 0
     call_id: str | None = None  # of the last `function_call`, which messages of the role `function` answer
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
@@ -92,15 +97,10 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif message.get("role") == "function":
             message = {"tool_call_id": call_id, **message, "role": "tool"}
         result.append(_message_of(message, path))
-        marks += _count_marks(result[-1].parts)
+    marks = count_marks(result)
     if marks > MAX_MARKS:
-        raise InvalidParameter(MARK, marks, f"sent at most {MAX_MARKS} times")
+        raise InvalidParameter(CACHE_CONTROL, marks, f"sent at most {MAX_MARKS} times")
     return result
-
-
-def _count_marks(parts: Sequence[Part]) -> int:
-    inner = [part.parts if isinstance(part, ToolResult) else (part,) for part in parts]
-    return sum(isinstance(part, Text) and part.marked for group in inner for part in group)
 
 
 def _with_tool_call(message: Mapping[str, Any], id: str, path: str) -> Mapping[str, Any]:
@@ -130,8 +130,8 @@ def _message_of(message: Mapping[str, Any], path: str) -> Message:
     refuse_other_text(message.get("name"), f"{path}.name", MAX_NAME_CHARS)
     # Of any length: some clients put kilobytes into it.
     refuse_other_text(message.get("tool_call_id"), f"{path}.tool_call_id", None)
-    texts = _texts_of(content, bool(message.get(MARK)), f"{path}.content")
-    known = {"role", "content", "tool_calls", MARK, *_REASONING_FIELDS}
+    texts = _texts_of(content, cache_control_of(message, path), f"{path}.content")
+    known = {"role", "content", "tool_calls", CACHE_CONTROL, *_REASONING_FIELDS}
     if role == "tool":
         parts: list[Part] = [ToolResult(message.get("tool_call_id"), tuple(texts), message.get("name"))]
         known |= {"tool_call_id", "name"}
@@ -155,17 +155,17 @@ def _reasoning_of(message: Mapping[str, Any], path: str) -> str:
     return ""
 
 
-def _texts_of(content: Any, marked: bool, path: str) -> list[Text]:
-    """Returns the texts of a message's content. `marked` marks the end of the last one."""
+def _texts_of(content: Any, mark: PrefixMark | None, path: str) -> list[Text]:
+    """Returns the texts of a message's content. `mark` is the message's: it stands at the end of the last one."""
     if content is None or isinstance(content, str):
-        return [Text(content or "", marked)]
+        return [Text(content or "", mark)]
     if not isinstance(content, list):
         raise InvalidParameter(path, content, "a string or a list of parts")
     refuse_more_than(MAX_CONTENT_PARTS, content, path)
     texts = [_text_of(part, f"{path}[{i}]") for i, part in enumerate(content)]
-    if marked:
+    if mark is not None:
         last = texts.pop() if texts else Text("")
-        texts.append(Text(last.text, marked=True))
+        texts.append(Text(last.text, mark))
     return texts
 
 
@@ -179,7 +179,7 @@ def _text_of(part: Any, path: str) -> Text:
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidParameter(f"{path}.{kind}", text, "a string")
-    return Text(text, bool(part.get(MARK)))
+    return Text(text, breakpoint_of(part, path) or cache_control_of(part, path))
 
 
 def _calls_of(calls: Any, path: str) -> list[ToolCall]:
@@ -259,14 +259,14 @@ def _tool_of(tool: Mapping[str, Any], path: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidParameter(f"{path}.function.parameters", parameters, "a JSON schema, which is an object")
-    known = ("name", "description", "parameters", "strict", MARK)
+    known = ("name", "description", "parameters", "strict", CACHE_CONTROL, BREAKPOINT)
     return Tool(
         name,
         function.get("description"),
         parameters,
         strict=bool(function.get("strict")),
         # Some clients set the mark at the function within.
-        marked=bool(tool.get(MARK) or function.get(MARK)),
+        mark=cache_control_of(tool, path) or cache_control_of(function, f"{path}.function"),
         fields={
             field: value for field, value in function.items() if field not in known and value is not None
         },

@@ -20,6 +20,7 @@ from rootstock.engine.conversation.types import (
     Conversation,
     Message,
     Part,
+    PrefixMark,
     Reasoning,
     Text,
     Tool,
@@ -39,6 +40,8 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.engine.tokenizer import Tool as TemplateTool
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, Unsupported
 
+_Ends = Sequence[tuple[int, PrefixMark]]  # characters of a content at which marked parts end
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _TEMPLATE_ROLES = {"developer": "system"}  # few templates know OpenAI's newer name of the role
@@ -50,12 +53,16 @@ _PROBE_TOOL = "look_up"
 _PROBE_CALL_ID = "call00000"  # the strictest templates want nine characters
 
 
+_A_MARK = PrefixMark("cache_control")
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A client's mark of a prefix that later requests will share: it ends after the tools, or within a message."""
 
     message: int | None  # None: the tools
     chars: int = 0  # of the message's content
+    asked: PrefixMark = _A_MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +91,9 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
     shown = [tool for tool in conversation.tools if not tool.deferred]
     if conversation.tool_choice.mode == "none":
         shown = []
-    marks = ([Mark(None)] if any(tool.marked for tool in shown) else []) + builder.marks
+    marks = [Mark(None, asked=tool.mark) for tool in shown if tool.mark is not None] + builder.marks
     return TemplateInput(
-        builder.messages, list(map(template_tool, shown)), conversation.options, tuple(dict.fromkeys(marks))
+        builder.messages, list(map(template_tool, shown)), conversation.options, tuple(marks)
     )
 
 
@@ -206,7 +213,7 @@ class _Builder:
         doubled = role == "user" and self._last_role == "user" and not _takes_users_in_a_row(self._tokenizer)
         self._join_last(content, ends) if doubled else self._append(taken, ends)
 
-    def _add_system(self, message: dict[str, Any], ends: Sequence[int], path: str) -> None:
+    def _add_system(self, message: dict[str, Any], ends: _Ends, path: str) -> None:
         text = message["content"]
         is_first = not self.messages
         moves = self._moves_system and not is_first
@@ -234,7 +241,7 @@ class _Builder:
             self._refuse_dropped("tool", path)
         self._append(message, ends)
 
-    def _content(self, parts: Iterable[Part]) -> tuple[str, list[int]]:
+    def _content(self, parts: Iterable[Part]) -> tuple[str, _Ends]:
         """Returns the texts among parts as one content, and the characters at which its marked parts end."""
         return _joined(
             part if isinstance(part, Text) else Text(self._referred(part))
@@ -259,15 +266,15 @@ class _Builder:
             taken["id"] = call.id
         return taken
 
-    def _append(self, message: dict[str, Any], ends: Sequence[int]) -> None:
-        self.marks += [Mark(len(self.messages), end) for end in ends]
+    def _append(self, message: dict[str, Any], ends: _Ends) -> None:
+        self.marks += [Mark(len(self.messages), end, mark) for end, mark in ends]
         self.messages.append(message)
 
-    def _join_last(self, text: str, ends: Sequence[int]) -> None:
+    def _join_last(self, text: str, ends: _Ends) -> None:
         """Appends a text to the last message, and its marks."""
         last = self.messages[-1]
         before = last["content"] + _BETWEEN_MESSAGES if last["content"] else ""
-        self.marks += [Mark(len(self.messages) - 1, len(before) + end) for end in ends]
+        self.marks += [Mark(len(self.messages) - 1, len(before) + end, mark) for end, mark in ends]
         last["content"] = before + text
 
     @property
@@ -285,13 +292,14 @@ class _Builder:
             raise InvalidParameter(path, role, allowed)
 
 
-def _joined(texts: Iterable[Text]) -> tuple[str, list[int]]:
+def _joined(texts: Iterable[Text]) -> tuple[str, _Ends]:
     """Returns the texts of parts as one content, and the characters at which its marked parts end."""
-    content, ends = "", []
+    content = ""
+    ends: list[tuple[int, PrefixMark]] = []
     for number, part in enumerate(texts):
         content += (_BETWEEN_PARTS if number else "") + part.text
-        if part.marked:
-            ends.append(len(content))
+        if part.mark is not None:
+            ends.append((len(content), part.mark))
     return content, ends
 
 

@@ -15,11 +15,17 @@ from rootstock.engine.constraints.asked import Lark, Regex
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixMark:
+    """A client's mark of the end of a prefix that later requests will share (`cache_control`)."""
+
+    field: str = field(compare=False)  # of the client's body: answers name it
+    ttl_s: float | None = None  # keep the prefix so long; None: as the request's options tell
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     text: str
-    marked: bool = (
-        False  # the client marks the end of this part as the end of a shared prefix (`cache_control`)
-    )
+    mark: PrefixMark | None = None  # at the end of this part
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # a JSON schema
     strict: bool = False  # calls must follow the schema
     deferred: bool = False  # shown at its first ToolReference, not before the conversation
-    marked: bool = False  # as Text.marked, for the tools up to this one
+    mark: PrefixMark | None = None  # for the tools up to this one
     grammar: Lark | Regex | None = None  # of a custom tool's input
     fields: Mapping[str, Any] = field(
         default_factory=dict

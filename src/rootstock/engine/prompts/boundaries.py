@@ -14,11 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.engine.conversation.template import TemplateInput
-from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, placed_chat
+from rootstock.engine.prompts.prompt_tokenizer import (
+    ChatPrompt,
+    PlacedMark,
+    PromptTokenizer,
+    chat_prompt,
+    placed_chat,
+)
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens
 from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import ChatTemplateFailed
@@ -35,15 +42,7 @@ def boundaries_of(
     tokenizer: ModelTokenizer, conversation: TemplateInput, placed: PlacedTokens
 ) -> tuple[Boundary, ...]:
     """Returns the boundaries in ascending order, one for each position. `placed` is the conversation's prompt."""
-    finder = _Finder(tokenizer, conversation, placed)
-    found: dict[int, CheckpointKind] = {}
-    system = finder.system()
-    for position in finder.marks(system):
-        found.setdefault(position, CheckpointKind.MARK)
-    found.setdefault(system, CheckpointKind.SYSTEM)
-    for position, kind in finder.turns():
-        found.setdefault(position, kind)
-    return tuple(Boundary(position, found[position]) for position in sorted(found) if position > 0)
+    return _Finder(tokenizer, conversation, placed).boundaries()
 
 
 def chat_with_boundaries(
@@ -51,7 +50,18 @@ def chat_with_boundaries(
 ) -> ChatPrompt:
     """Renders and tokenizes like `chat_prompt`, and finds the boundaries: for models that cannot resume anywhere."""
     prompt, placed = placed_chat(conversation, tokenizer, salt, tenant)
-    return replace(prompt, boundaries=boundaries_of(tokenizer.model_tokenizer, conversation, placed))
+    finder = _Finder(tokenizer.model_tokenizer, conversation, placed)
+    return replace(prompt, boundaries=finder.boundaries(), marks=finder.marks)
+
+
+def chat_with_marks(
+    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+) -> ChatPrompt:
+    """Renders and tokenizes like `chat_prompt`, and finds the places of the client's marks, if there are any."""
+    if not conversation.marks:
+        return chat_prompt(conversation, tokenizer, salt, tenant)
+    prompt, placed = placed_chat(conversation, tokenizer, salt, tenant)
+    return replace(prompt, marks=_Finder(tokenizer.model_tokenizer, conversation, placed).marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,19 @@ class _Finder:
         self._abridged = self._abridge()
         self._positions: dict[tuple[int, str], int] = {}
 
+    def boundaries(self) -> tuple[Boundary, ...]:
+        found: dict[int, CheckpointKind] = {}
+        for mark in self.marks:
+            if mark.tokens is not None:
+                found.setdefault(mark.tokens, CheckpointKind.MARK)
+        found.setdefault(self.system, CheckpointKind.SYSTEM)
+        for position, kind in self.turns():
+            found.setdefault(position, kind)
+        return tuple(Boundary(position, found[position]) for position in sorted(found) if position > 0)
+
+    @cached_property
     def system(self) -> int:
-        """Returns the position at which another conversation under the same system prompt and tools diverges."""
+        """The position at which another conversation under the same system prompt and tools diverges."""
         messages = self._conversation.messages
         lead = list(takewhile(lambda message: message["role"] == "system", messages))
         if len(lead) == len(messages):
@@ -104,12 +125,22 @@ class _Finder:
                 within_turn = of_tool and any(position > step - _NEAR_TOKENS for step in next_step)
                 yield position, CheckpointKind.TOOL if within_turn else CheckpointKind.USER
 
-    def marks(self, system: int) -> Iterator[int]:
-        """Yields the positions of the client's marks."""
+    @cached_property
+    def marks(self) -> tuple[PlacedMark, ...]:
+        """The client's marks with their positions."""
         marks = self._conversation.marks
-        if any(mark.message is None for mark in marks):
-            yield system
         inside = sorted({(mark.message, mark.chars) for mark in marks if mark.message is not None})
+        positions = dict(zip(inside, self._marked_positions(inside), strict=False))
+        return tuple(
+            PlacedMark(
+                mark.asked,
+                (self.system or None) if mark.message is None else positions.get((mark.message, mark.chars)),
+            )
+            for mark in marks
+        )
+
+    def _marked_positions(self, inside: Sequence[tuple[int, int]]) -> Iterator[int]:
+        """Yields the positions of marks within messages, or none if the template rewrites marked text."""
         text = self._placed.text
         if not inside or _SENTINEL in text:
             return

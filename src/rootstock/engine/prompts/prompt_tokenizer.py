@@ -12,14 +12,15 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
-from rootstock.engine.conversation.template import Mark, TemplateInput
+from rootstock.engine.conversation.template import TemplateInput
+from rootstock.engine.conversation.types import PrefixMark
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.engine.prompts.same_call import returned_calls
 from rootstock.engine.prompts.sampled_answers import AnswerPlace, SampledAnswers
@@ -62,10 +63,13 @@ def escaped(conversation: TemplateInput, tokenizer: PromptTokenizer, *, parse: b
     marks = [mark for mark in conversation.marks if mark.message is None]
     for index in dict.fromkeys(mark.message for mark in conversation.marks):
         if index is not None:
-            chars = sorted(mark.chars for mark in conversation.marks if mark.message == index)
-            marks += [
-                Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
-            ]
+            here = sorted(
+                (mark for mark in conversation.marks if mark.message == index), key=lambda mark: mark.chars
+            )
+            places = model_tokenizer.escaped_positions(
+                messages[index]["content"], [mark.chars for mark in here]
+            )
+            marks += [replace(mark, chars=at) for mark, at in zip(here, places, strict=True)]
     tools, options = (escape_strings(value, escape) for value in (conversation.tools, conversation.options))
     return TemplateInput(messages, tools, options, tuple(marks))
 
@@ -85,6 +89,14 @@ def _chars_in(value: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedMark:
+    """A client's mark, and the place of it in the prompt."""
+
+    asked: PrefixMark
+    tokens: int | None  # of the prefix that it ends; None: the chat template rewrites the marked text
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """The prompt of a conversation."""
 
@@ -92,6 +104,7 @@ class ChatPrompt:
     place: AnswerPlace  # to which the answer is remembered
     sampled_tokens: int  # of the prompt: ids that earlier answers were sampled with
     boundaries: tuple[Boundary, ...] = ()
+    marks: tuple[PlacedMark, ...] = ()
 
 
 def chat_prompt(
@@ -173,6 +186,11 @@ class PromptTokenizer:
         text = self._spliced(rendered, asker)
         self.answers.count_splice(text.sampled_tokens, text.restored_calls)
         return text
+
+    def chat_tokens(self, rendered: str, asker: Asker) -> Tokens:
+        """Tokenizes like `encode_chat`, for a prompt that no request has sent. Raises PromptTextTooLong."""
+        self._refuse_too_long(rendered)
+        return self._spliced(rendered, asker).tokens()
 
     def _spliced(self, rendered: str, asker: Asker) -> SplicedText:
         pieces = self.model_tokenizer.pieces(rendered)

@@ -8,7 +8,6 @@ from rootstock.config import MAX_SALT_LENGTH
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import InvalidParameter
 
-
 _OF_CLIENT = "client:"
 
 

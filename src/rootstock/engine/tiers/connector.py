@@ -207,7 +207,7 @@ class TierConnector:
 
     def _put(self, store: Store) -> PutResult:
         identity = store.identity
-        record = Record(identity, self._runtime.read(store.part))
+        record = Record(identity, self._runtime.read(store.part), store.keep)
         put = self._writer.put(record, lambda _, outcome: self._events.stored(identity, outcome))
         if isinstance(put, NotStored):
             self.counters.stores_refused[put.why] += 1
@@ -224,6 +224,8 @@ class TierConnector:
             write_back.is_open = not isinstance(self._tier.state, Off)
             if used := write_back.take_used():
                 self._tier.touch(used)
+            if kept := write_back.take_kept():
+                self._tier.retain(kept)
             if wrong := write_back.take_wrong():
                 self.quarantine(wrong)
 
@@ -269,14 +271,17 @@ class TierConnector:
 
     def begin(
         self,
-        sequence: RequestSequence,
+        sequence: RequestSequence | None,
         lease: Lease,
         position: int,
         loads: tuple[Load, ...],
         ended: Callable[[LoadInFlight, LoadEnded], None],
     ) -> None:
-        """Starts a load after the lease's first plan was executed. The reader's thread calls `ended`."""
-        choice = sequence.load_choice
+        """Starts a load after the lease's first plan was executed. The reader's thread calls `ended`.
+
+        Without a sequence, no request waits for the load.
+        """
+        choice = None if sequence is None else sequence.load_choice
         slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
         begun = LoadInFlight(
             lease,
@@ -305,6 +310,12 @@ class TierConnector:
                 self._cache.detach(load.lease)  # other requests stop waiting for it too
                 if load.job is not None:
                     load.job.cancel()
+
+    def cancel(self, lease: Lease) -> None:
+        """Cancels the load into a lease, which ends after the current record."""
+        load = self._in_flight.get(lease)
+        if load is not None and load.job is not None:
+            load.job.cancel()
 
     def overdue(self) -> list[RequestSequence]:
         """Returns requests whose loads take much longer than predicted, and pauses loading for a while."""

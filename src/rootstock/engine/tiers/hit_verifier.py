@@ -90,6 +90,12 @@ class HitVerifier:
         self._check = None
         self._waiting.clear()
 
+    def drop(self, adapter: str) -> None:
+        """Drops the checks of a LoRA adapter, which can be computed no more."""
+        self.pause()
+        kept = [hit for hit in self._waiting if hit.scope.namespace.adapter != adapter]
+        self._waiting = deque(kept, maxlen=MOST_WAITING)
+
     def step(self) -> None:
         """Computes a chunk of the prefill, or compares."""
         check = self._check or self._begin()
@@ -160,8 +166,9 @@ class HitVerifier:
         self._apply(self._cache.take_pending_plan())
         tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
         try:
+            past, adapter = lease.num_computed_tokens, lease.scope.namespace.adapter
             self._runtime.forward(
-                Batch([Segment(tokens, lease.num_computed_tokens, lease.tables, 0, lease.slot)])
+                Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
         except Exception:
             log.exception("a hit could not be computed anew")

@@ -40,6 +40,10 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def unpacked(self) -> Tensor:
+        """Returns the weight [out, in] that it multiplies with."""
+        ...
+
 
 def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Stacks several layers of one input into one: weights [out, in] below each other, and biases, zeros for layers
@@ -90,6 +94,9 @@ class Plain:
 
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self._bias)
+
+    def unpacked(self) -> Tensor:
+        return self.weight
 
 
 class Prepacked:

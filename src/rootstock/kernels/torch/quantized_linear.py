@@ -101,6 +101,9 @@ class Int8:
                 product[:, first:end] = nn.functional.linear(rows, self._widened(first, end))
         return _finished(product, self._bias, x)
 
+    def unpacked(self) -> Tensor:
+        return self._widened(0, self.out_features).clone()
+
     def _widened(self, first: int, end: int) -> Tensor:
         """Dequantizes the outputs first … end - 1 to [end - first, in]."""
 
@@ -149,6 +152,9 @@ class Int4:
                 end = min(first + tile, self.out_features)
                 product[:, first:end] = (rows @ self._widened(first, end))[:, : end - first]
         return _finished(product, self._bias, x)
+
+    def unpacked(self) -> Tensor:
+        return self._widened(0, self.out_features)[:, : self.out_features].T.contiguous()
 
     def _widened(self, first: int, end: int) -> Tensor:
         """Dequantizes the outputs first … end - 1 to [in, end - first, padded to whole blocks]."""

@@ -58,9 +58,11 @@ class DecodeGraphs:
         self._longest = longest
 
     def fits(self, segments: Sequence[Segment]) -> bool:
-        """Returns whether this step can be replayed: one token of each sequence, with logits for each."""
+        """Returns whether this step can be replayed: one token of each sequence, with logits for each, of the base
+        model."""
         return len(segments) <= max(self._graphs) and all(
-            len(s.tokens) == s.logits_to_keep == 1 and s.past < self._longest for s in segments
+            len(s.tokens) == s.logits_to_keep == 1 and s.past < self._longest and not s.adapter
+            for s in segments
         )
 
     def forward(self, segments: Sequence[Segment]) -> Logits:
@@ -237,6 +239,7 @@ class _StaticCache(PackedCache):
         """Takes slots int64 [tokens] of each family, and offsets int64 [tokens], which are added to a row's number to
         get its position."""
         StepCache.__init__(self)
+        self._adapter_rows = None
         self._pool = pool
         self._slots = slots
         self._steps = steps

@@ -114,8 +114,9 @@ def expansion(module: nn.Module) -> Tensor:
         or not value_dim
     ):
         raise LayerUnsupported("expands latents in an unknown way", module=type(module).__name__)
-    weight: Tensor = linear.weight.view(-1, nope_dim + value_dim, linear.in_features)
-    return weight
+    current = getattr(vars(linear).get("forward"), "current_weight", None)  # of a layer that adapters change
+    weight: Tensor = linear.weight if current is None else current()
+    return weight.view(-1, nope_dim + value_dim, linear.in_features)
 
 
 def runs_alone(module: nn.Module) -> bool:

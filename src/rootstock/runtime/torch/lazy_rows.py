@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock.cache.plan import HostBytes
 from rootstock.cache.types import BlockIds
-from rootstock.errors import InvalidOption
+from rootstock.errors import MemoryLacks
 from rootstock.units import in_units
 
 OutOfMemory = (MemoryError, torch.OutOfMemoryError)
@@ -22,7 +22,7 @@ _CAN_GIVE_BACK = hasattr(mmap, "MADV_DONTNEED")  # false on Windows
 
 class LazyRows:
     """Tensor [rows, …] of zeros. On a CPU the system allocates each page when it is first written; `torch.zeros`
-    would write all pages at once. Raises InvalidOption if the device cannot reserve that much."""
+    would write all pages at once. Raises MemoryLacks if the device cannot reserve that much."""
 
     __slots__ = ("_bytes", "_mapping", "row_bytes", "tensor")
 
@@ -39,7 +39,7 @@ class LazyRows:
         except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:
             # torch raises RuntimeError when it runs out of memory.
             remedy = f"at most the free memory of {device}: a pool of {in_units(wanted)} does not fit"
-            raise InvalidOption("--kv-budget", "too large", remedy) from error
+            raise MemoryLacks("--kv-budget", "too large", remedy) from error
         self.row_bytes = wanted // shape[0] if shape[0] else 0
         # NumPy slices ten times faster than torch. It has no bfloat16, so the view is of bytes.
         self._bytes: HostBytes | None = self._raw(self.tensor).numpy() if device.type == "cpu" else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rootstock.errors import InvalidOption, ModelTooLarge
+from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
@@ -99,7 +99,7 @@ def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free
     if weights > free:
         raise ModelTooLarge(model, weights, dtype, free, memory)
     if weights + beside > free:
-        raise InvalidOption(
+        raise MemoryLacks(
             option,
             in_units(beside),
             f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "

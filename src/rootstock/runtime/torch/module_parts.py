@@ -9,6 +9,7 @@ such a cache (the self-check's reference) is passed on unchanged.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,10 @@ class StepCache(HookedCache):
         """Yields one sequence at a time, each with a cache that returns all of its K and V."""
         raise NotImplementedError
 
+    def within(self, part: Part) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which a module runs a part of the step."""
+        return contextlib.nullcontext()
+
 
 class PartByPart:
     """Replacement of a module's forward that runs it by parts of the step. `alone`: one sequence at a time, with
@@ -65,7 +70,8 @@ class PartByPart:
         shares: list[tuple[Any, ...]] = []  # the module's outputs for each part
         for part in step.sequences() if self.alone else step.groups():
             cut = _Cut(part, tokens, self.alone)
-            given = self._forward(*tree_map(cut, args), **tree_map(cut, kwargs))
+            with step.within(part):
+                given = self._forward(*tree_map(cut, args), **tree_map(cut, kwargs))
             part.cache.keep()
             rows.append(part.rows)
             shares.append(given if isinstance(given, tuple) else (given,))

@@ -372,6 +372,17 @@ class _Member:
         return self.together.part(self.number, input)
 
 
+def weight_of(module: nn.Linear, forward: object) -> Tensor:
+    """Returns the weight [out, in] that a linear layer with this `forward` multiplies with: of a packed or quantized
+    layer a copy, in a new tensor."""
+    match forward:
+        case _Packed(linear=linear):
+            return linear.unpacked()
+        case _Member(together=together, number=number):
+            return torch.split(together.linear.unpacked(), together.sizes)[number]
+    return module.weight
+
+
 def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
     """Stacks plain weights in one tensor, of which each member keeps a view. Returns None if they are not plain."""
     first = group[0]

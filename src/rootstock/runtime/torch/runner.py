@@ -21,9 +21,12 @@ from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch.sliced_attention import Tuning
-from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
+from rootstock.runtime.adapter_files import AdapterSource
+from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
+from rootstock.runtime.torch.adapters.adapters import Adapters
+from rootstock.runtime.torch.adapters.rows import AdapterRows
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch.fallback import Served, choose_mode
@@ -151,7 +154,8 @@ def load_model(
     stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
         compile_for(stored.layout.dtypes)  # a layer may have another dtype than the model
-    return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
+    adapters = Adapters(model, served, packing.kept)
+    return TorchRuntime(model, stored, with_graphs=config.cuda_graphs, adapters=adapters)
 
 
 def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -217,9 +221,16 @@ class TorchRuntime:
     """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
     def __init__(
-        self, model: nn.Module, served: Served, tuning: Tuning | None = None, *, with_graphs: bool = False
+        self,
+        model: nn.Module,
+        served: Served,
+        tuning: Tuning | None = None,
+        *,
+        with_graphs: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._served = served
         self._description = served.description
         self._layout = served.layout
@@ -281,18 +292,52 @@ class TorchRuntime:
             return [_name_of(dtype) for dtype in block_dtypes(self._layout.layers, family)]
         return [_name_of(dtype) for dtype in state_dtypes(self._layout.states)]
 
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        adapters = self._adapters
+        assert adapters is not None, "a runtime of load_model takes adapters"
+        exact = adapters.served  # with exact pools, as for the self-check of the model
+        with torch.inference_mode():
+            return adapters.load(
+                source, lambda tuning: TorchRuntime(self._model, exact, tuning, adapters=adapters)
+            )
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        assert self._adapters is not None, "a runtime of load_model takes adapters"
+        self._adapters.unload(fingerprint)
+
     def forward(self, batch: Batch) -> Logits:
-        pool, mode = self._pool, self._description.execution_mode
+        pool, adapters, segments = self._pool, self._adapters, batch.segments
         assert pool is not None, "allocate comes first"
         with torch.inference_mode():
-            if mode == "one sequence per forward":
-                return self._one_by_one(pool, batch.segments)
-            if self._graphs is not None and self._graphs.fits(batch.segments):
-                return self._graphs.forward(batch.segments)
-            return self._packed(pool, batch.segments, token_wise=mode == "packed, token-wise mixers")
+            if adapters is None or not any(segment.adapter for segment in segments):
+                return self._forward(pool, segments, None)
+            groups = adapters.groups(segments)
+            parts: dict[int, Logits] = {}
+            for group in groups:
+                of_group = [segments[number] for number in group]
+                with adapters.rows.of(of_group):
+                    logits = self._forward(pool, of_group, adapters.rows)
+                ends = np.cumsum([segment.logits_to_keep for segment in of_group])[:-1]
+                parts |= zip(group, np.split(logits, ends), strict=True)
+            return np.concatenate([parts[number] for number in range(len(segments))])
 
-    def _packed(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool) -> Logits:
-        cache = PackedCache(pool, segments, token_wise=token_wise)
+    def _forward(self, pool: TorchPool, segments: Sequence[Segment], rows: AdapterRows | None) -> Logits:
+        mode = self._description.execution_mode
+        if mode == "one sequence per forward":
+            return self._one_by_one(pool, segments)
+        if self._graphs is not None and self._graphs.fits(segments):
+            return self._graphs.forward(segments)
+        return self._packed(pool, segments, token_wise=mode == "packed, token-wise mixers", adapter_rows=rows)
+
+    def _packed(
+        self,
+        pool: TorchPool,
+        segments: Sequence[Segment],
+        *,
+        token_wise: bool,
+        adapter_rows: AdapterRows | None = None,
+    ) -> Logits:
+        cache = PackedCache(pool, segments, token_wise=token_wise, adapter_rows=adapter_rows)
         ends = np.cumsum([len(segment.tokens) for segment in segments])
         rows = [
             np.arange(end - segment.logits_to_keep, end) for segment, end in zip(segments, ends, strict=True)

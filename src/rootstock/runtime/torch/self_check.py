@@ -47,7 +47,7 @@ BLOCK_SIZE = 4
 _LONG, _SHORT = 45, 22  # tokens of the two sequences
 _FLOAT32_TOLERANCE, _FLOAT32_MOST = 1e-3, 1e-2
 _NOISE_SAMPLES = 3
-_SEQUENCES = 5
+_SEQUENCES = 7
 
 
 class Disagreement(Exception):
@@ -66,25 +66,50 @@ class Verdict:
     remark: str  # note about a model that passed, or ""
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A LoRA adapter to check: the long sequence is its, the short one is the base model's."""
+
+    adapter: str  # of the segments
+    merged: Callable[[], contextlib.AbstractContextManager[None]]  # runs the model with merged weights
+
+
 def self_check(
     model: nn.Module,
     calling: Calling,
     description: ModelDescription,
     make_runtime: Callable[[Tuning], Runtime],
     progress: Callable[[float], None],
+    variant: Variant | None = None,
 ) -> Verdict:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     tokens = _tokens(description)
+
+    def served(sequence: str) -> contextlib.AbstractContextManager[None]:
+        is_base = variant is None or sequence != "long"
+        return contextlib.nullcontext() if variant is None or is_base else variant.merged()
+
     exact = description.dtype == "float32"
     measure, said = (
         (largest_difference, "largest difference of a logit") if exact else (relative_error, "relative error")
     )
+    expected: dict[str, Logits] = {}
     with own_attention(model):
-        expected = {name: dense_logits(model, sequence[None])[0] for name, sequence in tokens.items()}
+        for name, sequence in tokens.items():
+            with served(name):
+                expected[name] = dense_logits(model, sequence[None])[0]
         progress(0.3)
-        allowed = _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
+        with served("long"):
+            allowed = (
+                _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
+            )
     progress(0.5)
-    trial = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"])
+    trial = _Trial(
+        make_runtime(_small_slices(description)),
+        tokens["long"],
+        tokens["short"],
+        "" if variant is None else variant.adapter,
+    )
     figures, remarks = {}, []
     for kind, rows in trial.run().items():
         ours = np.concatenate([row.logits for row in rows])
@@ -93,9 +118,14 @@ def self_check(
         if figures[kind] <= allowed:
             continue
         # The rows differ or are not numbers. Compare them with the model's own decodes, and allow its own noise.
+        decodes: list[Logits] = []
         with own_attention(model):
-            decoded = np.concatenate([_decoded(model, calling, tokens[row.sequence], row) for row in rows])
-            allowed = max(allowed, _allowed_by_noise(model, tokens["long"], description.dtype))
+            for row in rows:
+                with served(row.sequence):
+                    decodes.append(_decoded(model, calling, tokens[row.sequence], row))
+            decoded = np.concatenate(decodes)
+            with served("long"):
+                allowed = max(allowed, _allowed_by_noise(model, tokens["long"], description.dtype))
         if measure(ours, decoded) < figures[kind]:
             figures[kind] = measure(ours, decoded)
             remarks.append(f"{kind} by the model itself differs from one pass by {measure(decoded, own):.2g}")
@@ -244,8 +274,10 @@ class _Sequence:
 class _Trial:
     """Schedule of the self-check on a runtime of its own. Scored rows are grouped by their kind."""
 
-    def __init__(self, runtime: Runtime, long: Tokens, short: Tokens) -> None:
+    def __init__(self, runtime: Runtime, long: Tokens, short: Tokens, adapter: str = "") -> None:
+        """`adapter`: of the long sequence."""
         self._runtime = runtime
+        self._adapter = adapter
         self._rows: dict[str, list[_Scored]] = {}
         self._kept: dict[int, SlotId] = {}  # saved states of the long sequence, by position
         families = runtime.description.families
@@ -282,6 +314,10 @@ class _Trial:
         )
         self._step(*((s, s.past + 1, "a decode") for s in (long, short, whole, inside)))
         self._step(*((s, s.past + 1, "a decode") for s in (inside, long, whole)))
+        if self._adapter:
+            # Rows without logits, as in every prefill: the head then gets fewer rows than the other layers.
+            last = [self._sequence(s.name, s.tokens, np.arange(self._size)) for s in (long, short)]
+            self._step(*((s, 11, "the last row of a chunk") for s in last), most_logits=1)
         return self._rows
 
     def _sequence(self, name: str, tokens: Tokens, order: NDArray[np.int64], past: int = 0) -> _Sequence:
@@ -320,28 +356,30 @@ class _Trial:
         self._runtime.apply(Plan(tuple(copies), states))
         return fork
 
-    def _step(self, *wanted: tuple[_Sequence, int, str]) -> None:
+    def _step(self, *wanted: tuple[_Sequence, int, str], most_logits: int = _LONG) -> None:
         """Runs one forward that computes each sequence up to the given position, or to its end if that comes
-        first."""
+        first. Each has logits of its last rows."""
         work = [(s, min(until, len(s.tokens)), kind) for s, until, kind in wanted]
         work = [(s, until, kind) for s, until, kind in work if until > s.past]
         if not work:
             return
-        logits = self._runtime.forward(Batch([self._segment(s, until) for s, until, _ in work]))
+        logits = self._runtime.forward(Batch([self._segment(s, until, most_logits) for s, until, _ in work]))
         row = 0
         for sequence, until, kind in work:
-            new = until - sequence.past
+            new = min(until - sequence.past, most_logits)
             if kind != "a decode":
                 sequence.prefilled = until
-            positions = slice(sequence.past, until)
+            positions = slice(until - new, until)
             scored = _Scored(sequence.name, positions, sequence.prefilled, logits[row : row + new])
             self._rows.setdefault(kind, []).append(scored)
             sequence.past, row = until, row + new
 
-    def _segment(self, sequence: _Sequence, until: int) -> Segment:
+    def _segment(self, sequence: _Sequence, until: int, most_logits: int) -> Segment:
         """Builds a segment, without the blocks that no row will see again."""
         tables = [table.copy() for table in sequence.tables]
         for family, table in zip(self._families, tables, strict=True):
             table[: family.first_visible(sequence.past) // BLOCK_SIZE] = NO_BLOCK
         tokens = sequence.tokens[sequence.past : until]
-        return Segment(tokens, sequence.past, tuple(tables), until - sequence.past, sequence.state)
+        kept = min(len(tokens), most_logits)
+        adapter = self._adapter if sequence.name == "long" else ""
+        return Segment(tokens, sequence.past, tuple(tables), kept, sequence.state, adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from rootstock.kernels.quantized_rows import select_rows
 from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Segment
+from rootstock.runtime.torch.adapters.rows import AdapterRows
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
 from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
@@ -29,9 +31,18 @@ from rootstock.runtime.torch.state_pool import StateCache
 class PackedCache(FusedStep):
     """Cache of one packed step over the pool: writes new K and V to their slots, and marks them for attention."""
 
-    def __init__(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool = False) -> None:
-        """Plans the step. `token_wise`: mixers that continue a state get one new token at a time."""
+    def __init__(
+        self,
+        pool: TorchPool,
+        segments: Sequence[Segment],
+        *,
+        token_wise: bool = False,
+        adapter_rows: AdapterRows | None = None,
+    ) -> None:
+        """Plans the step. `token_wise`: mixers that continue a state get one new token at a time. `adapter_rows`: of
+        a step with adapters."""
         super().__init__()
+        self._adapter_rows = adapter_rows
         self._pool = pool
         self._segments = segments
         self._token_wise = token_wise
@@ -129,6 +140,9 @@ class PackedCache(FusedStep):
             ]
         for rows, segment, slots in self._alone:
             yield Part(rows, SequenceCache(self._pool, segment, slots), segment.past)
+
+    def within(self, part: Part) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._adapter_rows is None else self._adapter_rows.within(part)
 
     def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
         """Prepares attention for a kernel and family when a layer first needs it."""

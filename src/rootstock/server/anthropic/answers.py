@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from rootstock.engine.diagnosis import Diagnosis
+from rootstock.cache.hints import HintOutcome
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
@@ -23,6 +23,7 @@ from rootstock.server.anthropic.blocks import (
     WholeBlocks,
 )
 from rootstock.server.anthropic.errors import error_body
+from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
@@ -62,11 +63,22 @@ class PromptUsage:
 
     Tokens are *read* if the cache had them, and *created* if this request computed and stored them. The rest is
     computed by every request: the last token, whose logits are the answer's first, or all without prefix caching.
-    Marks (`cache_control`) do not matter, because every prompt is cached.
+    Marks (`cache_control`) do not change them, because every prompt is cached. They tell how long created tokens are
+    kept.
     """
 
     tokens: int
     stored_tokens: int  # that later requests may read
+    hints: SentHints = NO_HINTS
+
+    def created_body(self, created: int, cached_tokens: int, outcomes: Sequence[HintOutcome]) -> Json:
+        """Tells how long created tokens are kept.
+
+        Tokens up to a mark of an hour that the cache has accepted are kept for it. No time is promised for others,
+        and the shortest is told.
+        """
+        hour = max(0, min(self.hints.kept_an_hour(outcomes), self.stored_tokens) - cached_tokens)
+        return {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour}
 
     def body(self, cached_tokens: int, output_tokens: int) -> Json:
         created = max(0, self.stored_tokens - cached_tokens)
@@ -99,16 +111,16 @@ class MessageFormat:
         assert history.end is not None
         parser = self.new_parser()
         blocks = WholeBlocks.of(parsed_answer(parser, history.texts()), self.style)
-        message = self.message(
-            blocks.content, usage.cached_tokens, usage.completion_tokens, history.end.diagnosis
-        )
+        message = self.message(blocks.content, usage.cached_tokens, usage.completion_tokens, history.end)
         message["usage"] |= thinking_tokens(parser)
+        message |= self.prompt.hints.told([history.end])
         return message | self.ending(history.end, blocks.has_calls, self.edits())
 
     def message(
-        self, content: list[Json], cached_tokens: int, output_tokens: int, diagnosis: Diagnosis | None
+        self, content: list[Json], cached_tokens: int, output_tokens: int, event: TokenEvent | Finished
     ) -> Json:
-        """Returns the message, without its end."""
+        """Returns the message, without its end. `event` is the first with what the cache has decided."""
+        diagnosis = event.diagnosis
         usage = self.prompt.body(cached_tokens, output_tokens)
         created = usage["cache_creation_input_tokens"]
         return {
@@ -124,8 +136,7 @@ class MessageFormat:
             "diagnostics": None if self.diagnose is None or diagnosis is None else self.diagnose(diagnosis),
             "usage": usage
             | {
-                # Prefixes stay until memory is needed: no time is promised, and the shortest is told.
-                "cache_creation": {"ephemeral_5m_input_tokens": created, "ephemeral_1h_input_tokens": 0},
+                "cache_creation": self.prompt.created_body(created, cached_tokens, event.hints),
                 "server_tool_use": None,
                 "service_tier": "standard",
             },
@@ -177,11 +188,11 @@ class MessageWriter:
 
     def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
         match event:
-            case TokenEvent(text=text, cached_tokens=cached_tokens, diagnosis=diagnosis):
-                yield from self._beginning(cached_tokens, 1, diagnosis)
+            case TokenEvent(text=text, cached_tokens=cached_tokens):
+                yield from self._beginning(cached_tokens, 1, event)
                 yield from self._texts(self._blocks.add(self._parser.push(text)))
-            case Finished(text=text, usage=usage, diagnosis=diagnosis):
-                yield from self._beginning(usage.cached_tokens, usage.completion_tokens, diagnosis)
+            case Finished(text=text, usage=usage):
+                yield from self._beginning(usage.cached_tokens, usage.completion_tokens, event)
                 deltas = [*self._parser.push(text), *self._parser.finish()]
                 yield from self._texts([*self._blocks.add(deltas), *self._blocks.close()])
             case PromptScored():
@@ -200,18 +211,19 @@ class MessageWriter:
         delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None, "container": None})
         told = self._format.prompt.body(usage.cached_tokens, usage.completion_tokens)
         told |= thinking_tokens(self._parser)
-        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits()}
+        hints = self._format.prompt.hints.told(ends)
+        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits(), **hints}
         return _event(last) + _event({"type": "message_stop"})
 
     def error(self, error: RootstockError) -> str:
         return _event(error_body(error))
 
     def _beginning(
-        self, cached_tokens: int, output_tokens: int, diagnosis: Diagnosis | None
+        self, cached_tokens: int, output_tokens: int, event: TokenEvent | Finished
     ) -> Iterator[str]:
         if not self._has_begun:
             self._has_begun = True
-            message = self._format.message([], cached_tokens, output_tokens, diagnosis)
+            message = self._format.message([], cached_tokens, output_tokens, event)
             yield _event({"type": "message_start", "message": message})
 
     @staticmethod

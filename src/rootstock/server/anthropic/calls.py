@@ -15,10 +15,14 @@ from rootstock.server.anthropic.edits import edited
 from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
 from rootstock.server.explainer import ExplainedPrompt
+from rootstock.server.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.hints.sent import sent_hints
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 
-def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Call:
+def messages_call(
+    model: ServedModel, body: MessagesRequest, tenant: str, head: HeaderHints = NO_HEAD
+) -> Call:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)
@@ -29,6 +33,7 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)
@@ -38,7 +43,7 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
         # The name of the request: Claude Code drops the thinking of answers that name another model.
         body.model or model.name,
         chat.new_parser,
-        PromptUsage(prompt_tokens, model.stored_tokens(prompt_tokens)),
+        PromptUsage(prompt_tokens, model.stored_tokens(prompt_tokens), hints),
         model.context_limit,
         AnswerStyle(thought.is_shown, conversation.tool_choice.parallel),
         applied,
@@ -46,7 +51,7 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     )
     return model.call(
         format,
-        chat.requests(id, 1, sampling, stop, diagnose=asked is not None),
+        chat.requests(id, 1, sampling, stop, diagnose=asked is not None, hints=hints.cache),
         stream=bool(body.stream),
         dropped=chat.dropped,
     )

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
     Part,
+    PrefixMark,
     Reasoning,
     Text,
     Tool,
@@ -35,7 +37,6 @@ from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
 from rootstock.server.anthropic.signatures import text_held
 from rootstock.server.anthropic.tool_use_ids import call_id_of
 
-MARK = "cache_control"
 ROLES = ("user", "assistant", "system")
 
 # Blocks of answers that mean nothing to another server, or whose content cannot be read.
@@ -53,21 +54,21 @@ def conversation_of(
     tool_choice: Any,
     options: Json,
     *,
-    marks_last: bool,
+    last_mark: PrefixMark | None = None,
 ) -> Conversation:
-    """Translates a client's conversation. With `marks_last`, its end is marked.
+    """Translates a client's conversation. `last_mark` stands at its end.
 
     Raises InvalidParameter, MissingParameter and Unsupported.
     """
     taken = tools_of(tools)
     head = _system_of(system)
     rest = list(_messages_of(messages))
-    if marks_last and rest:
-        rest[-1] = _marked(rest[-1])
+    if last_mark is not None and rest:
+        rest[-1] = _marked(rest[-1], last_mark)
     translated = [*head, *rest]
-    marks = sum(tool.marked for tool in taken) + sum(map(_marks_in, translated))
+    marks = sum(tool.mark is not None for tool in taken) + count_marks(translated)
     if marks > MAX_MARKS:
-        raise InvalidParameter(MARK, marks, f"sent at most {MAX_MARKS} times")
+        raise InvalidParameter(CACHE_CONTROL, marks, f"sent at most {MAX_MARKS} times")
     return Conversation(
         translated, taken, _choice_of(tool_choice, taken), {**options, **_continuation(messages, rest)}
     )
@@ -87,19 +88,14 @@ def _continuation(messages: Sequence[Json], translated: Sequence[Message]) -> Js
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _marks_in(message: Message) -> int:
-    inner = [part.parts if isinstance(part, ToolResult) else (part,) for part in message.parts]
-    return sum(isinstance(part, Text) and part.marked for group in inner for part in group)
-
-
-def _marked(message: Message) -> Message:
+def _marked(message: Message, mark: PrefixMark) -> Message:
     """Marks the end of a message, if it ends with text."""
     *before, last = message.parts or (Text(""),)
     match last:
         case Text():
-            last = replace(last, marked=True)
+            last = replace(last, mark=mark)
         case ToolResult(parts=[*inner, Text() as end]):
-            last = replace(last, parts=(*inner, replace(end, marked=True)))
+            last = replace(last, parts=(*inner, replace(end, mark=mark)))
         case _:
             pass
     return replace(message, parts=(*before, last))
@@ -175,7 +171,10 @@ def _system_parts(content: Any, path: str) -> Iterator[Part]:
             case "tool_addition":
                 yield ToolReference(_changed_tool(block, at))
             case "tool_removal":
-                yield Text(f"The tool {_changed_tool(block, at)} can no longer be called.", _is_marked(block))
+                yield Text(
+                    f"The tool {_changed_tool(block, at)} can no longer be called.",
+                    cache_control_of(block, at),
+                )
             case _:
                 raise InvalidParameter(f"{at}.type", kind, "'text', 'tool_addition' or 'tool_removal'")
 
@@ -193,7 +192,7 @@ def _parts_of(content: Any, path: str) -> Iterator[Part]:
             case "text" | "search_result" | "document":
                 yield _text_of(block, at)
             case "compaction":
-                yield Text(str(block.get("content") or ""), _is_marked(block))
+                yield Text(str(block.get("content") or ""), cache_control_of(block, at))
             case "thinking":
                 text = _string(block, "thinking", at)
                 signature = block.get("signature")
@@ -224,10 +223,6 @@ def _string(block: Json, field: str, path: str) -> str:
     return value
 
 
-def _is_marked(block: Json) -> bool:
-    return block.get(MARK) is not None
-
-
 def _text_of(block: Json, path: str) -> Text:
     """Returns the text of a text block, a search result, or a document of text."""
     match block.get("type"):
@@ -238,8 +233,8 @@ def _text_of(block: Json, path: str) -> Text:
             head = [text for text in (block.get("title"), block.get("context")) if isinstance(text, str)]
             texts = _document_texts(block.get("source"), f"{path}.source")
         case _:
-            return Text(_string(block, "text", path), _is_marked(block))
-    return Text("\n".join([*head, *texts]), _is_marked(block))
+            return Text(_string(block, "text", path), cache_control_of(block, path))
+    return Text("\n".join([*head, *texts]), cache_control_of(block, path))
 
 
 def _document_texts(source: Any, path: str) -> list[str]:
@@ -285,11 +280,12 @@ def _name_of(block: Json, path: str, field: str = "name") -> str:
 def _result_of(block: Json, path: str) -> ToolResult:
     content = block.get("content")
     parts = [] if content is None else list(_result_parts(content, f"{path}.content"))
-    if _is_marked(block):
+    mark = cache_control_of(block, path)
+    if mark is not None:
         if parts and isinstance(parts[-1], Text):
-            parts[-1] = replace(parts[-1], marked=True)
+            parts[-1] = replace(parts[-1], mark=mark)
         elif not parts:
-            parts.append(Text("", marked=True))
+            parts.append(Text("", mark))
     id = call_id_of(_string(block, "tool_use_id", path))
     return ToolResult(id, tuple(parts), is_error=bool(block.get("is_error")))
 
@@ -303,7 +299,7 @@ def _result_parts(content: Any, path: str) -> Iterator[Text | ToolReference]:
                 yield ToolReference(_name_of(block, at, "tool_name"))
             case "image":
                 # A tool's picture stays in the history: to refuse it would end the client's session.
-                yield Text("[An image, which this model cannot see]", _is_marked(block))
+                yield Text("[An image, which this model cannot see]", cache_control_of(block, at))
             case _:
                 allowed = "'text', 'search_result', 'document', 'tool_reference' or 'image'"
                 raise InvalidParameter(f"{at}.type", kind, allowed)
@@ -320,7 +316,7 @@ def _server_result_of(block: Json, path: str) -> ToolResult:
         )
         return ToolResult(id, parts)
     text = content if isinstance(content, str) else json.dumps(_readable(content), ensure_ascii=False)
-    return ToolResult(id, (Text(text, _is_marked(block)),), is_error=bool(block.get("is_error")))
+    return ToolResult(id, (Text(text, cache_control_of(block, path)),), is_error=bool(block.get("is_error")))
 
 
 def _readable(value: Any) -> Any:
@@ -342,7 +338,7 @@ def tools_of(tools: Sequence[Json] | None) -> list[Tool]:
 def _tool_of(tool: Json, path: str) -> Tool:
     refuse_deep(tool, path)
     kind = tool.get("type") or "custom"
-    deferred, marked = bool(tool.get("defer_loading")), _is_marked(tool)
+    deferred, mark = bool(tool.get("defer_loading")), cache_control_of(tool, path)
     if kind == "custom":
         description, schema = tool.get("description"), tool.get("input_schema")
         refuse_other_text(description, f"{path}.description", None)
@@ -351,14 +347,14 @@ def _tool_of(tool: Json, path: str) -> Tool:
         if not isinstance(schema, Mapping):
             raise InvalidParameter(f"{path}.input_schema", schema, "a JSON schema, which is an object")
         name = _name_of(tool, path)
-        return Tool(name, description, schema, bool(tool.get("strict")), deferred, marked)
+        return Tool(name, description, schema, bool(tool.get("strict")), deferred, mark)
     if not isinstance(kind, str):
         raise InvalidParameter(f"{path}.type", kind, "a string")
     known = CLIENT_TOOLS.get(kind)
     if known is not None:
         # The client answers to its own name of the tool.
         name = known.name if tool.get("name") is None else _name_of(tool, path)
-        return replace(known, name=name, deferred=deferred, marked=marked)
+        return replace(known, name=name, deferred=deferred, mark=mark)
     for begin, remedy in REFUSED_TOOLS.items():
         if kind.startswith(begin):
             raise Unsupported(path, remedy)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rootstock.engine.conversation.marks import marks_in
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
     Part,
+    PrefixMark,
     Reasoning,
     Text,
     ToolCall,
@@ -210,7 +212,7 @@ def _cleared(message: Message, ids: Collection[str | None], inputs: bool | froze
     for part in message.parts:
         match part:
             case ToolResult(call_id=id) if id in ids:
-                part = replace(part, parts=(Text(_CLEARED, any(_is_marked(each) for each in part.parts)),))
+                part = replace(part, parts=(Text(_CLEARED, _mark_of(part.parts)),))
             case ToolCall(id=id, name=name) if id in ids and _includes(inputs, name):
                 part = replace(part, arguments={})
             case _:
@@ -223,5 +225,6 @@ def _includes(inputs: bool | frozenset[str], name: str) -> bool:
     return inputs if isinstance(inputs, bool) else name in inputs
 
 
-def _is_marked(part: object) -> bool:
-    return isinstance(part, Text) and part.marked
+def _mark_of(parts: Sequence[Part]) -> PrefixMark | None:
+    """Returns the last mark of a result, which its short text takes over."""
+    return next(reversed(marks_in(parts)), None)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.limits import (
     MAX_MESSAGES,
@@ -32,6 +33,7 @@ from rootstock.server.anthropic.conversation import conversation_of
 from rootstock.server.anthropic.edits import Edit, edits_of
 from rootstock.server.anthropic.errors import ThreadUnsupported
 from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
+from rootstock.server.hints.fields import HintFields
 from rootstock.server.wire import Json
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -85,7 +87,7 @@ class PromptFields(Wire):
             self.tools,
             self.tool_choice,
             self._options(names),
-            marks_last=self.cache_control is not None,
+            last_mark=cache_control_of({CACHE_CONTROL: self.cache_control}, ""),
         )
 
     def edits(self) -> list[Edit]:
@@ -167,7 +169,7 @@ class CountTokensRequest(PromptFields):
     """The fields of a request whose prompt is counted. Those of the answer are ignored."""
 
 
-class MessagesRequest(PromptFields, SamplingFields):
+class MessagesRequest(PromptFields, SamplingFields, HintFields):
     max_tokens: Count | None = None
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None

@@ -9,6 +9,7 @@ from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, 
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
 from rootstock.server.errors import error_body
+from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import Late, dumps, json_pieces, quoted
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
@@ -64,30 +65,45 @@ def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
 class OpenAIFormat:
     """The wire format of chats and completions: a body or chunks around the choices."""
 
-    def __init__(self, choices: ChoiceFormat, include_usage: bool, diagnose: Diagnose | None = None) -> None:
+    def __init__(
+        self,
+        choices: ChoiceFormat,
+        include_usage: bool,
+        diagnose: Diagnose | None = None,
+        hints: SentHints = NO_HINTS,
+    ) -> None:
         self._choices = choices
         self._include_usage = include_usage
         self._diagnose = diagnose
+        self._hints = hints
 
     def stream(self) -> ChunkWriter:
-        return ChunkWriter(self._choices, self._include_usage, self._diagnose)
+        return ChunkWriter(self._choices, self._include_usage, self._diagnose, self._hints)
 
     def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
         choices = (self._choices.whole(index, history) for index, history in enumerate(histories))
         told = Late(lambda: usage_body(usage, self._choices.reasoning_tokens))
         ends = [history.end for history in histories if history.end is not None]
-        return self._choices.head | {"choices": choices, "usage": told} | openai_fields(self._diagnose, ends)
+        fields = openai_fields(self._diagnose, ends) | self._hints.told(ends)
+        return self._choices.head | {"choices": choices, "usage": told} | fields
 
 
 class ChunkWriter:
     """Writer of server-sent events. Encodes the parts of a chunk around the choice once, and the parts of a choice
     around its text once if it has text alone."""
 
-    def __init__(self, format: ChoiceFormat, include_usage: bool, diagnose: Diagnose | None = None) -> None:
+    def __init__(
+        self,
+        format: ChoiceFormat,
+        include_usage: bool,
+        diagnose: Diagnose | None = None,
+        hints: SentHints = NO_HINTS,
+    ) -> None:
         head = dumps(format.head | {"object": format.chunk_object})
         self._format = format
         self._include_usage = include_usage
         self._diagnose = diagnose
+        self._hints = hints
         self._before = f'data: {head[:-1]},"choices":['
         self._after = '],"usage":null}\n\n' if include_usage else "]}\n\n"
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
@@ -137,6 +153,8 @@ class ChunkWriter:
         told = openai_fields(self._diagnose, ends)
         if self._include_usage:
             told = {"usage": usage_body(usage, self._format.reasoning_tokens), **told}
+        if told:  # a chunk for the hints alone would surprise clients that expect a choice in each one
+            told |= self._hints.told(ends)
         return f"{self._before}],{dumps(told)[1:]}\n\n{DONE}" if told else DONE
 
     def error(self, error: RootstockError) -> str:

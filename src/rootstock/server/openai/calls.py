@@ -16,6 +16,8 @@ from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.explainer import ExplainedPrompt
+from rootstock.server.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.hints.sent import SentHints, sent_hints
 from rootstock.server.openai.answers import ChoiceFormat, OpenAIFormat
 from rootstock.server.openai.chat_answers import ChatFormat
 from rootstock.server.openai.completion_answers import CompletionFormat, Echo, Prompt
@@ -30,7 +32,9 @@ from rootstock.server.wire import Call, Diagnose, Json, ServedModel
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
-def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> Call:
+def chat_call(
+    model: ServedModel, body: ChatCompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
+) -> Call:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -41,6 +45,7 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
     diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
@@ -53,13 +58,16 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
         model,
         body,
         format,
-        chat.requests(id, n, sampling, stop, diagnose=diagnose is not None),
+        chat.requests(id, n, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
+        hints,
         chat.dropped,
         diagnose,
     )
 
 
-def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) -> Call:
+def completion_call(
+    model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
+) -> Call:
     """Tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -72,6 +80,7 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     if asked > model.most_requests:
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
+    hints = sent_hints(body, head, tenant, body.cache_salt)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,
@@ -86,7 +95,10 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
             salt=salt,
             prompt_logprobs=body.logprobs if body.echo else None,
             constraint=model.compiled(body.constraint(), salt),
+            hints=hints.cache,
+            adapter=model.adapter,
         ),
+        hints,
     )
 
 
@@ -103,7 +115,7 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompts[0].tokens, salt)
+    return ExplainedPrompt(prompts[0].tokens, salt, adapter=model.adapter)
 
 
 def _call(
@@ -111,12 +123,13 @@ def _call(
     body: GenerationFields,
     format: ChoiceFormat,
     requests: tuple[Request, ...],
+    hints: SentHints,
     dropped: tuple[DroppedHead, ...] = (),
     diagnose: Diagnose | None = None,
 ) -> Call:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return model.call(
-        OpenAIFormat(format, include_usage, diagnose),
+        OpenAIFormat(format, include_usage, diagnose, hints),
         requests,
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),

@@ -37,10 +37,10 @@ from rootstock.server.fields import (
     Count,
     JsonObject,
     Label,
-    PromptCacheOptions,
     SamplingFields,
     Wire,
 )
+from rootstock.server.hints.fields import HintFields
 from rootstock.server.openai.chat_answers import CallStyle
 from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
@@ -161,7 +161,7 @@ class TemplateFields(Wire):
 _BUDGETS = ("max_thinking_tokens", "reasoning_budget", "thinking_budget", "thinking_token_budget")
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, HintFields):
     """Fields that both routes have."""
 
     model: Label | None = None
@@ -193,13 +193,6 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Count | None = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
-
-    @property
-    def comparison_response_id(self) -> str | None:
-        """The id of the chat that the diagnostics compare this one with; None: it does not ask for them."""
-        options = self.prompt_cache_options
-        return None if options is None else options.comparison_response_id
 
     def reasoning_budget(self) -> int | None:
         """Returns the most tokens of reasoning; None: any number. Raises InvalidParameter."""
@@ -253,6 +246,24 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class ModelRequest(Wire):
+    """The name of a model to load or unload."""
+
+    model: str
+
+
+class ReleaseRequest(Wire):
+    """The pin that is released."""
+
+    id: Label
+
+
+class WarmRequest(ExplainRequest):
+    """Either one prompt, as in ExplainRequest, or several as `prompts`."""
+
+    prompts: Annotated[list[ExplainRequest], Field(fail_fast=True)] | None = None
+
+
 class ClearRequest(Wire):
     """The salt and the model whose prefixes are removed."""
 
@@ -280,10 +291,10 @@ def _thinking(asked: bool | Json | None) -> bool | None:
 IGNORED = frozenset(
     {
         # OpenAI
-        "metadata", "prediction", "prompt_cache_retention", "safety_identifier",
+        "metadata", "prediction", "safety_identifier",
         "service_tier", "store",
         # vLLM, SGLang
-        "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",
+        "data_parallel_rank", "extra_key", "request_id", "rid", "routing_key", "session_id",
         "spaces_between_special_tokens", "stream_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "return_progress", "timings_per_token",

@@ -16,6 +16,7 @@ from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLo
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
+from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import dumps
 from rootstock.server.logprobs import logprob_body
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
@@ -105,6 +106,7 @@ class Answering:
     stored_tokens: int  # of the prompt, that later requests may find
     keep: Keep | None = None  # stores the response; None: not asked for
     diagnose: Diagnose | None = None
+    hints: SentHints = NO_HINTS
 
     def text(self, changing: Json) -> str:
         """Returns the response's object without its output, as JSON."""
@@ -118,6 +120,7 @@ class Answering:
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=usage_body(usage, self.stored_tokens, reasoning_tokens(parser)),
             **openai_fields(self.diagnose, [end]),
+            **self.hints.told([end]),
         )
 
     def logprob(self, one: TokenLogprob) -> Json:

@@ -16,6 +16,8 @@ from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
 from rootstock.server.cache_diagnostics import openai_diagnose
+from rootstock.server.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.hints.sent import sent_hints
 from rootstock.server.responses.answers import Answering, ResponseFormat
 from rootstock.server.responses.items import Unseal, kind_of, messages_of
 from rootstock.server.responses.output import OutputSettings
@@ -38,7 +40,9 @@ class Responses:
     store: ResponseStore
     sealer: Sealer
 
-    def call(self, model: ServedModel, body: ResponseRequest, tenant: str) -> Call:
+    def call(
+        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
+    ) -> Call:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
         hex = uuid.uuid4().hex
         prepared = self._prepared(model, body, tenant)
@@ -60,6 +64,7 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
+        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
         diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
         fields = _fields(model, body, prepared, id, sampling.temperature, sampling.top_p)
@@ -72,10 +77,11 @@ class Responses:
             model.stored_tokens(len(chat.prompt.tokens)),
             keep,
             diagnose,
+            hints,
         )
         call = model.call(
             ResponseFormat(answering),
-            chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None),
+            chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
             stream=bool(body.stream),
             dropped=chat.dropped,
             ignored_tools=tuple(prepared.tools.ignored),

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
 from rootstock.engine.conversation.openai import arguments_of
 from rootstock.engine.conversation.template import template_tool
 from rootstock.engine.conversation.types import (
@@ -82,12 +83,12 @@ class _Translator:
         self._unseal = unseal
         self._messages: list[Message] = []
         self._turn: list[Part] = []  # of the assistant, not ended yet
-        self._marks = 0
 
     def end(self) -> list[Message]:
         self._end_turn()
-        if self._marks > MAX_MARKS:
-            raise InvalidParameter("prompt_cache_breakpoint", self._marks, f"sent at most {MAX_MARKS} times")
+        marks = count_marks(self._messages)
+        if marks > MAX_MARKS:
+            raise InvalidParameter(BREAKPOINT, marks, f"sent at most {MAX_MARKS} times")
         return self._messages
 
     def add(self, item: Any, path: str) -> None:
@@ -226,7 +227,6 @@ class _Translator:
             raise InvalidParameter(path, content, "a string or a list of parts")
         refuse_more_than(MAX_CONTENT_PARTS, content, path)
         texts = [_text_of(part, f"{path}[{i}]") for i, part in enumerate(content)]
-        self._marks += sum(text.marked for text in texts)
         return texts or [Text("")]
 
 
@@ -239,7 +239,7 @@ def _text_of(part: Any, path: str) -> Text:
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidParameter(f"{path}.{_TEXT_PARTS[kind]}", text, "a string")
-    return Text(text, marked=bool(part.get("prompt_cache_breakpoint")))
+    return Text(text, breakpoint_of(part, path))
 
 
 def _list_of(item: Json, name: str, path: str) -> list[Any]:

@@ -13,6 +13,7 @@ from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
+from rootstock.server.hints.headers import HeadHints
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
@@ -46,11 +47,11 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
     store = responses.store
 
     @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
-    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+    async def create(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
             return await answerer.answer(
-                body.model, lambda model: responses.call(model, body, tenant), request
+                body.model, lambda model: responses.call(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error, body)

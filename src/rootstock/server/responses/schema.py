@@ -30,10 +30,10 @@ from rootstock.server.fields import (
     Count,
     JsonObject,
     Label,
-    PromptCacheOptions,
     SamplingFields,
     Wire,
 )
+from rootstock.server.hints.fields import HintFields
 from rootstock.server.wire import Json
 
 MAX_METADATA = 16  # pairs: OpenAI's limits
@@ -78,7 +78,7 @@ class TextFields(Wire):
     format: JsonObject | None = None
 
 
-class ResponseRequest(SamplingFields):
+class ResponseRequest(SamplingFields, HintFields):
     model: Label | None = None
     # Any: pydantic would try every alternative, item by item, and report the errors of each.
     input: Annotated[Any, Field(description="text, or a list of items")] = None
@@ -102,7 +102,6 @@ class ResponseRequest(SamplingFields):
     ] = None
     metadata: JsonObject | None = None
     safety_identifier: Label | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
     chat_template_kwargs: JsonObject | None = None
 
     def refuse_unsupported(self) -> None:
@@ -144,12 +143,6 @@ class ResponseRequest(SamplingFields):
     def text_format(self) -> Json:
         asked = None if self.text is None else self.text.format
         return asked or {"type": "text"}
-
-    @property
-    def comparison_response_id(self) -> str | None:
-        """The id of the response that the diagnostics compare this one with; None: it does not ask for them."""
-        options = self.prompt_cache_options
-        return None if options is None else options.comparison_response_id
 
     @property
     def wants_sealed_reasoning(self) -> bool:

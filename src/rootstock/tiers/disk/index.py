@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from rootstock.cache.hints import MAX_TTL_S
 from rootstock.cache.keys import RecordKey
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.record import FORMAT, Place
+from rootstock.tiers.kept import KeptBytes
 
 INDEX_NAME = f"v{FORMAT}-index.sqlite"
 WAL_NAME = INDEX_NAME + "-wal"
@@ -36,7 +38,7 @@ T = TypeVar("T")
 _PAGE_BYTES = 1024  # of a new database: small, so that a commit of one row writes few bytes
 _WAL_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
-_ROW_BYTES = 96  # upper bound of a row without its identity
+_ROW_BYTES = 128  # upper bound of a row without its identity
 _PAGES_PER_ROW = 4  # the leaf that changes, and leaves that it is merged with or split into
 _PAGES_PER_TRANSACTION = 16  # inner nodes and the free list
 _USE_STEP_S = 1e-6  # between assigned times of use, to keep their order
@@ -51,7 +53,13 @@ _CIRCUMSTANCES = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 }
-_TYPES = [bytes, int, int, bytes, int, int, int, int, float, int]
+_TYPES = [bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]
+# Columns of retention, which versions before 0.3 do not have: end of the retention, its priority, and the tenant.
+_RETENTION = {
+    "kept_until": "REAL NOT NULL DEFAULT 0.0 CHECK (typeof(kept_until) = 'real')",
+    "priority": "INTEGER NOT NULL DEFAULT 0 CHECK (typeof(priority) = 'integer')",
+    "tenant": "INTEGER NOT NULL DEFAULT 0 CHECK (typeof(tenant) = 'integer')",
+}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
   key BLOB NOT NULL,
@@ -76,6 +84,18 @@ DROP INDEX IF EXISTS by_segment;
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention of a record, by hints of a tenant."""
+
+    until_s: float  # since the Unix epoch; 0: the record is not kept
+    priority: int
+    tenant: int  # a hash of its name
+
+
+NO_RETENTION = Retention(0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     key: RecordKey
     first: int
@@ -84,6 +104,7 @@ class Row:
     place: Place
     last_use_s: float
     uses: int
+    retention: Retention = NO_RETENTION
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +119,19 @@ class Known:
     last_use_s: float
     is_used: bool = False  # used since its bytes were written
     unwritten_uses: int = 0
+    retention: Retention = NO_RETENTION
+
+    def is_kept(self, now_s: float) -> bool:
+        return self.retention.until_s > now_s
+
+    def order(self, now_s: float) -> tuple[bool, int, float, int]:
+        """Returns the eviction order at this time, least first: kept records go last."""
+        is_kept = self.is_kept(now_s)
+        return is_kept, self.retention.priority if is_kept else 0, *self.recency
 
     @property
     def recency(self) -> tuple[float, int]:
-        """Returns the eviction order, least first. Of records used at the same time, those that end last are evicted
+        """Returns the order of use, least recent first. Of records used at the same time, those that end last are evicted
         first, because they continue others."""
         return self.last_use_s, -self.last
 
@@ -145,6 +175,7 @@ class Index:
         self._segments: dict[int, _Segment] = {}
         self._with_unwritten_uses: set[RecordKey] = set()
         self._next_rowid = 1
+        self.kept = KeptBytes(2**62)  # the tier sets its size
         self._versions = 0  # number of versions given to segments; a version is never used again
 
     @staticmethod
@@ -162,6 +193,10 @@ class Index:
             db.execute("PRAGMA secure_delete=OFF")  # deleted rows are not overwritten
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
+            there = {column for _, column, *_ in db.execute("PRAGMA table_info(records)")}
+            for column, declared in _RETENTION.items():
+                if column not in there:
+                    db.execute(f"ALTER TABLE records ADD COLUMN {column} {declared}")
             # This also checks the types of the schema. Damage must show now, when the tier can still start empty.
             (health,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if health != "ok":
@@ -178,11 +213,15 @@ class Index:
         return index
 
     def _read_known(self) -> None:
-        query = "SELECT key, rowid, segment, bytes, last, last_use FROM records ORDER BY rowid"
-        for key, rowid, segment, stored_bytes, last, last_use_s in self._db.execute(query):
+        query = (
+            "SELECT key, rowid, segment, bytes, last, last_use, kept_until, priority, tenant FROM records "
+            "ORDER BY rowid"
+        )
+        for key, rowid, segment, stored_bytes, last, last_use_s, *kept in self._db.execute(query):
             if key in self._known:
                 raise sqlite3.DatabaseError("two rows have the same key")
-            self._add(Known(key, rowid, segment, stored_bytes, last, last_use_s))
+            retention = Retention(*kept) if kept[0] else NO_RETENTION
+            self._add(Known(key, rowid, segment, stored_bytes, last, last_use_s, retention=retention))
             self._next_rowid = rowid + 1
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -265,7 +304,8 @@ class Index:
         with self._transaction(growth_bytes):
             self._db.executemany(
                 "INSERT INTO records (rowid, key, first, last, identity, segment, offset, bytes, header_bytes, "
-                "last_use, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "last_use, uses, kept_until, priority, tenant) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [
                     (
                         rowid,
@@ -279,6 +319,7 @@ class Index:
                         row.place.header_bytes,
                         row.last_use_s,
                         row.uses,
+                        *_columns(row.retention),
                     )
                     for rowid, row in enumerate(rows, first)
                 ],
@@ -287,7 +328,10 @@ class Index:
             self._next_rowid = first + len(rows)
             for rowid, row in enumerate(rows, first):
                 place = row.place
-                self._add(Known(row.key, rowid, place.segment, place.stored_bytes, row.last, row.last_use_s))
+                size, used_s = place.stored_bytes, row.last_use_s
+                self._add(
+                    Known(row.key, rowid, place.segment, size, row.last, used_s, retention=row.retention)
+                )
 
     def delete(self, keys: Sequence[RecordKey]) -> None:
         self.replace(keys, ())
@@ -371,16 +415,46 @@ class Index:
                     self._with_unwritten_uses.add(key)
                     self._changed(self._segments[known.segment])
 
+    def note_retention(self, key: RecordKey, choose: Callable[[int], Retention]) -> None:
+        """Notes a record's retention in memory; it is written with the uses. `choose` returns it for the record's
+        bytes, which are in no tenant's account meanwhile."""
+        with self.lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._charge(known, -1)
+                known.retention = NO_RETENTION
+                known.retention = choose(known.stored_bytes)
+                self._charge(known, 1)
+                self._with_unwritten_uses.add(key)
+                self._changed(self._segments[known.segment])
+
+    def forget_ended_retention(self, now_s: float) -> None:
+        """Gives the bytes of records whose retention has ended back to their tenants' shares. O(records)."""
+        with self.lock:
+            for known in self._known.values():
+                if known.retention is not NO_RETENTION and not known.is_kept(now_s):
+                    self._charge(known, -1)
+                    known.retention = NO_RETENTION
+
     def write_uses(self) -> None:
-        """Writes the noted uses."""
+        """Writes the noted uses and retention."""
         with self.lock:
             noted = sorted(self._with_unwritten_uses, key=lambda key: self._known[key].rowid)
             for part in self._divided(noted):
                 changed = [self._known[key] for key in part]
                 with self._transaction(self._change_bytes(len(changed))):
                     self._db.executemany(
-                        "UPDATE records SET last_use = ?, uses = uses + ? WHERE rowid = ?",
-                        [(float(known.last_use_s), known.unwritten_uses, known.rowid) for known in changed],
+                        "UPDATE records SET last_use = ?, uses = uses + ?, kept_until = ?, priority = ?, tenant = ? "
+                        "WHERE rowid = ?",
+                        [
+                            (
+                                float(known.last_use_s),
+                                known.unwritten_uses,
+                                *_columns(known.retention),
+                                known.rowid,
+                            )
+                            for known in changed
+                        ],
                     )
                 for known in changed:
                     known.unwritten_uses = 0
@@ -397,11 +471,24 @@ class Index:
                 known.last_use_s = now_s + steps * _USE_STEP_S
                 self._with_unwritten_uses.add(known.key)
                 self._changed(self._segments[known.segment])
+            longest_s = now_s + MAX_TTL_S
+            for known in self._known.values():
+                if not known.retention.until_s <= longest_s:
+                    self._charge(known, -1)
+                    known.retention = replace(known.retention, until_s=longest_s)
+                    self._charge(known, 1)
+                    self._with_unwritten_uses.add(known.key)
         return now_s + len(late) * _USE_STEP_S
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _charge(self, known: Known, sign: int) -> None:
+        """Adds a record's bytes to its tenant's account, or takes them away."""
+        if known.retention is not NO_RETENTION:
+            self.kept.add(known.retention.tenant, sign * known.stored_bytes)
+
     def _add(self, known: Known) -> None:
+        self._charge(known, 1)
         of_segment = self._segments.setdefault(known.segment, _Segment({}))
         of_segment.known[known.key] = known
         of_segment.live_bytes += known.stored_bytes
@@ -415,6 +502,7 @@ class Index:
         of_segment.version = self._versions
 
     def _forget(self, known: Known) -> None:
+        self._charge(known, -1)
         of_segment = self._segments[known.segment]
         del of_segment.known[known.key]
         of_segment.live_bytes -= known.stored_bytes
@@ -485,10 +573,15 @@ class Index:
         return len(np.unique(np.ascontiguousarray(headers).view(">u4")))
 
 
-def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int]) -> Row:
+def _columns(retention: Retention) -> tuple[float, int, int]:
+    return float(retention.until_s), retention.priority, retention.tenant
+
+
+def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]) -> Row:
     if [type(column) for column in row] != _TYPES:
         raise sqlite3.DatabaseError("a row has columns of wrong types")
-    key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses = row
+    key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses, *_ = row
+    until_s, priority, tenant = row[10:]
     return Row(
         RecordKey(key),
         first,
@@ -497,4 +590,5 @@ def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int]) -> 
         Place(segment, offset, stored_bytes, header_bytes),
         last_use_s,
         uses,
+        Retention(until_s, priority, tenant) if until_s else NO_RETENTION,
     )

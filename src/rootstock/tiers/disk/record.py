@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, Kind
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
@@ -100,6 +101,7 @@ class Encoded:
     identity_raw: bytes
     header_bytes: int
     views: list[memoryview]
+    keep: Keep | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -122,7 +124,8 @@ def encode(record: Record) -> Encoded:
     for view in payload:
         h.update(view)
     prefix = _PREFIX.pack(_MAGIC, len(header), payload_bytes, h.digest())
-    return Encoded(record.identity, identity, len(header), [memoryview(prefix + header), *payload])
+    views = [memoryview(prefix + header), *payload]
+    return Encoded(record.identity, identity, len(header), views, record.keep)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,16 +6,20 @@ always stays free, so that making room never needs room that is not there: an ei
 records that are kept, and twice the limit of the WAL, for the WAL itself and for the growth of the database when the
 WAL is written back.
 
+Records that hints keep go last: their order is by priority, then by use. When their retention ends, they are as any
+other.
+
 Records are evicted by segment, like in a log-structured file system or a flash cache, because evicting a single
 record frees no room until its neighbours are copied. Among the most recently used records that each segment would
-lose, the one used longest ago decides: its segment is evicted. Records in it that were used since they were written
-are copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each
+lose, the one used longest ago decides: its segment is evicted. Records in it that were used since they were written,
+or are kept by hints, are copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each
 eviction frees at least seven times the bytes that it writes, so all copies together are at most a seventh of the
 stored bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,7 +149,8 @@ class _Eviction:
     kept_bytes: int
     lost: tuple[RecordKey, ...]  # least recently used first
     lost_bytes: int
-    recency: tuple[float, int]  # of the most recently used record that would be lost
+    order: tuple[bool, int, float, int]  # of the last record that would be lost
+    until_s: float  # it is right until then, when the retention of some record ends
 
 
 class DiskSpace:
@@ -164,7 +169,9 @@ class DiskSpace:
         rewrite: Callable[[int, Sequence[RecordKey]], None],
         note_uses: Callable[[], None],  # tells the index which records were used last
         evicted: Callable[[Sequence[RecordKey]], None],
+        now_s: Callable[[], float],  # since the Unix epoch
     ) -> None:
+        self._now_s = now_s
         self._files = files
         self._folder = folder
         self._index = index
@@ -210,20 +217,21 @@ class DiskSpace:
     def _evict(self, usage: Usage) -> bool:
         """Evicts a segment, except for the records that are kept."""
         self._note_uses()
+        now_s = self._now_s()
         self._evictions = {
-            number: self._eviction(number, usage.segments.get(number, 0))
+            number: self._eviction(number, usage.segments.get(number, 0), now_s)
             for number in self._index.live_bytes()
         }
         if not self._evictions:
             return False
-        number = min(self._evictions, key=lambda number: self._evictions[number].recency)
+        number = min(self._evictions, key=lambda number: self._evictions[number].order)
         eviction = self._evictions[number]
         lost, lost_bytes = eviction.lost, eviction.lost_bytes
         has_room = (
             usage.charged_bytes + eviction.kept_bytes + 2 * self.budget.wal_bytes <= self.budget.cap_bytes
         )
         if not has_room:
-            known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+            known = sorted(self._index.known_in(number), key=lambda known: known.order(now_s))
             lost, lost_bytes = tuple(known.key for known in known), sum(known.stored_bytes for known in known)
         if self._segments.open_number == number:
             self._segments.seal()
@@ -240,18 +248,20 @@ class DiskSpace:
             self._files.remove(self._segments.path(number))
         return True
 
-    def _eviction(self, number: int, length: int) -> _Eviction:
+    def _eviction(self, number: int, length: int, now_s: float) -> _Eviction:
         version = self._index.version_of(number)
         before = self._evictions.get(number)
-        if before is not None and (before.version, before.length) == (version, length):
+        is_same = before is not None and (before.version, before.length) == (version, length)
+        if before is not None and is_same and now_s < before.until_s:
             return before
-        known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+        known = sorted(self._index.known_in(number), key=lambda known: known.order(now_s))
         limit_bytes = min(length, self.budget.segment_bytes) // _KEPT_PART
         is_mostly_dead = sum(each.stored_bytes for each in known) <= limit_bytes
         kept_bytes = 0
         lost = []
         for each in reversed(known):
-            if (each.is_used or is_mostly_dead) and kept_bytes + each.stored_bytes <= limit_bytes:
+            is_wanted = each.is_used or each.is_kept(now_s) or is_mostly_dead
+            if is_wanted and kept_bytes + each.stored_bytes <= limit_bytes:
                 kept_bytes += each.stored_bytes
             else:
                 lost.append(each)
@@ -262,5 +272,6 @@ class DiskSpace:
             kept_bytes,
             tuple(each.key for each in lost),
             sum(each.stored_bytes for each in lost),
-            lost[-1].recency if lost else (float("-inf"), 0),
+            lost[-1].order(now_s) if lost else (False, 0, float("-inf"), 0),
+            min((each.retention.until_s for each in known if each.is_kept(now_s)), default=math.inf),
         )

@@ -22,10 +22,14 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import xxhash
+
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.base import (
@@ -50,7 +54,7 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, Index, Row, is_damage
+from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Retention, Row, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
@@ -82,6 +86,7 @@ RETRY_S = 60.0
 # after the second.
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
+_SWEEP_S = 1.0  # least time between two searches for records whose retention has ended
 _IMPORT_BYTES = 16 * MIB  # payloads that an import holds in memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
@@ -119,15 +124,26 @@ class DiskTier:
         self._clock = clock
         self._epoch_s = epoch_s
         self._gone = gone
+        index.kept.resize(budget.usable_bytes)
         self._storing = threading.RLock()
         self._counting = threading.Lock()
         self._uses: dict[RecordKey, tuple[float, int]] = {}  # by `touch`, not yet noted by the index
+        self._keeps: dict[RecordKey, tuple[float, Keep]] = {}  # by `retain`, until when; not yet noted either
+        self._swept_at_s = clock() - _SWEEP_S
         self._flushed_at_s = clock()
         self._flushed_at_bytes = 0  # `counts.stored_bytes` then
         self._state: TierState = Ready()
         self._evicted: set[RecordKey] = set()  # by the current store
         self._room = DiskSpace(
-            files, folder, index, segments, budget, self._rewrite, self._note_uses, self._forget_evicted
+            files,
+            folder,
+            index,
+            segments,
+            budget,
+            self._rewrite,
+            self._note_uses,
+            self._forget_evicted,
+            self._use_time_s,
         )
         self.counts = DiskCounts()
 
@@ -304,6 +320,12 @@ class DiskTier:
             if key not in self._index:
                 new.setdefault(key, record)
         self.touch(set(keys) - set(new))  # first, so that they are not evicted to make room
+        keeps = {
+            record.identity.key: record.keep
+            for record in group
+            if record.keep is not None and record.identity.key not in new
+        }
+        self.retain(keeps)
         refusal = self._make_room(list(new.values()))
         if new and refusal is None:
             self._write(new)
@@ -330,10 +352,17 @@ class DiskTier:
     def _write(self, records: dict[RecordKey, Encoded]) -> None:
         now_s = self._use_time_s()
         rows = []
+        kept_bytes = 0  # of rows that the index does not have yet
         for key, record in records.items():
             place = self._segments.append(record)
-            identity = record.identity
-            rows.append(Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0))
+            identity, retention = record.identity, NO_RETENTION
+            if record.keep is not None:
+                until_s = now_s + record.keep.lasts_s
+                retention = self._retention(record.keep, until_s, record.stored_bytes + kept_bytes)
+            kept_bytes += record.stored_bytes if retention is not NO_RETENTION else 0
+            rows.append(
+                Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
+            )
         self._segments.sync()
         self._index.insert(rows)
         self._segments.keep()
@@ -459,6 +488,23 @@ class DiskTier:
             for key in keys:
                 _, count = self._uses.get(key, (now_s, 0))
                 self._uses[key] = (now_s, count + 1)
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        """Keeps records from eviction. Noted in memory and written with a later store, like a use."""
+        now_s = self._use_time_s()
+        with self._counting:
+            self._keeps |= {key: (now_s + keep.lasts_s, keep) for key, keep in keeps.items()}
+
+    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> Retention:
+        """Returns the retention that the tenant's share has room for: all of it or none."""
+        tenant = xxhash.xxh3_64_intdigest(keep.tenant.encode("utf-8", "surrogatepass")) >> 1
+        kept = self._index.kept
+        if not kept.has_room(tenant, stored_bytes) and self._clock() - self._swept_at_s >= _SWEEP_S:
+            self._swept_at_s = self._clock()
+            self._index.forget_ended_retention(self._use_time_s())
+        if until_s <= 0 or not kept.has_room(tenant, stored_bytes):
+            return NO_RETENTION
+        return Retention(until_s, keep.priority, tenant)
 
     def entries(self) -> Iterator[Entry]:
         """Yields every record's entry, each after those of the prefix that it continues, without reading payloads.
@@ -684,7 +730,10 @@ class DiskTier:
     def _note_uses(self) -> None:
         with self._counting:
             uses, self._uses = self._uses, {}
+            keeps, self._keeps = self._keeps, {}
         self._index.note_uses((key, last_use_s, count) for key, (last_use_s, count) in uses.items())
+        for key, (until_s, keep) in keeps.items():
+            self._index.note_retention(key, partial(self._retention, keep, until_s))
 
     def _flush_uses(self) -> None:
         self._note_uses()

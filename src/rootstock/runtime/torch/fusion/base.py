@@ -61,6 +61,11 @@ class Projection:
         """Replaces the layers by `packed`, which computes all of them: contiguous rows, outputs side by side."""
         self._packed = packed
 
+    @property
+    def packed(self) -> Callable[[Tensor], Tensor] | None:
+        """The product of all layers; None: they are called one by one."""
+        return self._packed
+
     def __call__(self, rows: Tensor) -> Tensor:
         if self._packed is not None:
             return self._packed(rows)

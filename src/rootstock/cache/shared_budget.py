@@ -1,0 +1,158 @@
+"""One budget for the caches of several models: memory goes to the model where it saves the most prefill per byte.
+
+The caches share no rows, only bytes: all rows in use, of all caches together, never cost more than the budget. A
+cache that lacks bytes evicts the least valuable entry of all caches, be it its own or another's. One thread uses them
+all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+# Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
+# logarithm of the seconds that a byte saves.
+Value = tuple[bool, bool, int, int, float]
+_LEAST_PRICE = 1e-30
+
+
+class SharedCache(Protocol):
+    """A cache as the other caches of its budget see it."""
+
+    @property
+    def owned_bytes(self) -> int: ...  # of all rows in use
+    @property
+    def cached_bytes(self) -> int: ...  # of the rows that can be evicted
+    @property
+    def backed_bytes(self) -> int: ...  # of the rows that have memory, in use or not
+    def least_value(self) -> Value | None:
+        """Returns the value of the entry to evict next, at the price of 1; None: there is none."""
+        ...
+
+    def evict_least(self, missing_bytes: int) -> None:
+        """Makes one step towards so many free bytes: evicts from the entry to evict next."""
+        ...
+
+
+class SharedBudget:
+    """A number of bytes for several caches."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.moved_bytes = 0  # evicted from one cache for another
+        self._shares: tuple[BudgetShare, ...] = ()  # replaced as a whole: other threads read it
+
+    @property
+    def owned_bytes(self) -> int:
+        return sum(share.owned_bytes for share in self._shares)
+
+    @property
+    def backed_bytes(self) -> int:
+        return sum(share.backed_bytes for share in self._shares)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.owned_bytes
+
+    def join(self) -> BudgetShare:
+        """Returns the share of a new cache."""
+        share = BudgetShare(self)
+        self._shares += (share,)
+        return share
+
+    def leave(self, share: BudgetShare) -> None:
+        """Removes the share of a cache whose memory has been freed."""
+        self._shares = tuple(other for other in self._shares if other is not share)
+
+    def beside(self, share: BudgetShare) -> Iterator[BudgetShare]:
+        """Yields the other shares from which memory can be taken."""
+        return (other for other in self._shares if other is not share and not other.is_closed)
+
+    def check(self) -> None:
+        """Asserts that the caches stay within the budget."""
+        assert 0 <= self.owned_bytes <= self.budget_bytes, "over the shared budget"
+
+
+class BudgetShare:
+    """A cache's part in a shared budget."""
+
+    def __init__(self, budget: SharedBudget) -> None:
+        self.budget = budget
+        # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
+        self.price = 1.0
+        # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
+        self.settle: Callable[[], None] = lambda: None
+        self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
+        self._cache: SharedCache | None = None
+
+    def attach(self, cache: SharedCache) -> None:
+        """Counts the rows of a cache, in place of the one before."""
+        self._cache = cache
+
+    def close(self) -> None:
+        """Keeps other caches from evicting: the cache's owner is about to end."""
+        self.is_closed = True
+
+    @property
+    def owned_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.owned_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.cached_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.backed_bytes
+
+    @property
+    def others_cached_bytes(self) -> int:
+        """Bytes that other caches can give."""
+        return sum(other.cached_bytes for other in self.budget.beside(self))
+
+    @property
+    def others_live_bytes(self) -> int:
+        """Bytes that other caches cannot give before their requests end."""
+        return self.budget.owned_bytes - self.owned_bytes - self.others_cached_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of memory that the caches must give back to the system to stay within the budget."""
+        return self.budget.backed_bytes - self.budget.budget_bytes
+
+    def valued(self, value: Value) -> Value:
+        """Returns a value at this cache's price, comparable with those of the other caches."""
+        return *value[:4], value[4] + math.log(max(self.price, _LEAST_PRICE))
+
+    def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:
+        """Makes one step towards so many free bytes in the cache whose next entry is worth the least.
+
+        Returns False, without any change, if no other cache has an entry below this value.
+        """
+        found: tuple[Value, BudgetShare] | None = None
+        for other in self.budget.beside(self):
+            value = other.least_value()
+            if value is not None and (found is None or value < found[0]):
+                found = value, other
+        if found is None or (below is not None and found[0] >= below):
+            return False
+        before = self.budget.owned_bytes
+        found[1].evict_least(missing_bytes)
+        self.budget.moved_bytes += before - self.budget.owned_bytes
+        return True
+
+    def least_value(self) -> Value | None:
+        value = None if self._cache is None else self._cache.least_value()
+        return None if value is None else self.valued(value)
+
+    def evict_least(self, missing_bytes: int) -> None:
+        assert self._cache is not None
+        self._cache.evict_least(missing_bytes)
+
+    def settle_others(self) -> None:
+        """Makes the other caches give memory back to the system, as far as the budget needs it."""
+        for other in self.budget.beside(self):
+            if self.excess_bytes <= 0:
+                return
+            other.settle()

@@ -1,0 +1,171 @@
+"""Serving several models: each is built from the options of the server and its own."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rootstock.cache.shared_budget import SharedBudget
+from rootstock.cli.options import SamplingSource
+from rootstock.cli.output import LoadProgress
+from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
+from rootstock.engine.build import Assembly, build_engine
+from rootstock.engine.kv_budget import auto_shared_bytes
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.errors import InvalidOption
+from rootstock.runtime.model_files import locate, weight_files
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
+from rootstock.units import in_units
+
+Report = Callable[[str, float], None]
+
+
+def shared_budget(models: Sequence[ServedModelConfig], cache: CacheConfig, report: Report) -> SharedBudget:
+    """Return the budget of all models: the one of the options, or a share of the memory beside their weights.
+
+    The weights are those of the models that are loaded at the start, and of the largest other one."""
+    if cache.budget_bytes is not None:
+        return SharedBudget(cache.budget_bytes)
+    start = [_weight_bytes(one, report) for one in models if one.load == "start"]
+    later = [
+        _weight_bytes(one, report) for one in models if one.load != "start" and Path(one.model.model).is_dir()
+    ]
+    devices = {one.model.device for one in models}
+    return SharedBudget(auto_shared_bytes(devices, sum(start) + max(later, default=0)))
+
+
+def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
+    directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+    total = 0
+    for file in weight_files(one.model.model, directory):
+        with suppress(OSError):
+            total += (directory / file).stat().st_size
+    return total
+
+
+def loader(
+    models: Sequence[ServedModelConfig],
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    sampling_source: SamplingSource,
+    budget: SharedBudget,
+    report: Report,
+) -> Callable[[ServedModelConfig], Assembly]:
+    """Return a function that loads a model."""
+    shares = sum(one.kv_share for one in models if one.kv_budget_bytes is None) or 1.0
+
+    def load(one: ServedModelConfig) -> Assembly:
+        directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+        defaults = SamplingDefaults()
+        if sampling_source is SamplingSource.model:
+            defaults = SamplingDefaults.of_model(one.model.model, directory)
+        made = build_engine(
+            one.model,
+            replace(cache, budget_bytes=one.kv_budget_bytes, device_share=one.kv_share / shares),
+            replace(engine, context_limit=one.context_limit or engine.context_limit),
+            _tier_of(one, tier, len(models)),
+            chat_template=one.chat_template,
+            progress=report,
+            directory=directory,
+            shared=budget,
+        )
+        return replace(made, defaults=defaults)
+
+    return load
+
+
+def _tier_of(one: ServedModelConfig, tier: TierConfig, models: int) -> TierConfig:
+    """Return the tiers of a model: a folder of its own, with an equal part of the budgets."""
+    folder = None
+    if tier.disk_dir is not None:
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", one.name)[:40]
+        folder = tier.disk_dir / f"{readable}-{hashlib.sha256(one.name.encode()).hexdigest()[:8]}"
+    return replace(
+        tier,
+        disk_dir=folder,
+        disk_budget_bytes=max(1, tier.disk_budget_bytes // models),
+        host_budget_bytes=tier.host_budget_bytes // models,
+    )
+
+
+def models_of(
+    first: ServedModelConfig, more: Sequence[str], of_file: Sequence[ServedModelConfig]
+) -> tuple[ServedModelConfig, ...]:
+    """Return the models of the command line, then those of the file. Raises InvalidOption."""
+    own = [first] if first.model.model else []
+    named = [
+        replace(
+            first, name=name_of(model), model=replace(first.model, model=model, served_name=None, adapters=())
+        )
+        for model in more
+    ]
+    if (named or of_file) and first.model.served_name is not None:
+        raise InvalidOption(
+            "--served-model-name", first.model.served_name, "left out with several models: see --alias"
+        )
+    return (*own, *named, *of_file)
+
+
+def name_of(model: str) -> str:
+    """Return the name by which clients ask for a model: its directory's own name, or its name on the Hub."""
+    directory = Path(model).expanduser()
+    return directory.resolve().name if directory.is_dir() else model
+
+
+def run_several(
+    models: Sequence[ServedModelConfig],
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    server: ServerConfig,
+    sampling_source: SamplingSource,
+    warm: Path | None = None,
+) -> None:
+    """Load the models that are served from the start, and serve all until a signal ends the process."""
+    from rootstock.server.listen import listen, serve, url_of
+
+    if warm is not None:
+        check_warm_file("--warm", warm)
+
+    listener = listen(server.host, server.port)  # before models are loaded, which may take minutes
+    with LoadProgress() as progress:
+        shown: list[Report] = [progress]
+
+        def report(stage: str, done: float) -> None:
+            for show in shown:
+                show(stage, done)
+
+        budget = shared_budget(models, cache, report)
+
+        from rootstock.server.app import create_app
+        from rootstock.server.models import ModelRegistry
+
+        load = loader(models, cache, engine, tier, sampling_source, budget, report)
+        registry = ModelRegistry.of_several(models, load, server, engine, budget)
+        web = create_app(registry, server)
+        registry.start()
+        shown.clear()  # the terminal shows no progress of later loads
+    gc.collect()
+    gc.freeze()
+    listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
+    ready = f"Rootstock serves {listed} at {url_of(listener)}/v1 · {in_units(budget.budget_bytes)} for the KV of all"
+
+    def on_ready() -> None:
+        print(ready, flush=True)
+        if warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", warm))
+
+    with registry:
+        serve(
+            web,
+            registry,
+            listener,
+            on_ready=on_ready,
+            max_connections=server.max_connections,
+        )

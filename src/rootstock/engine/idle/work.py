@@ -1,0 +1,80 @@
+"""Work for the time in which no request can run. A request that arrives waits for one piece of it at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+LEAST_TOKENS = 16  # of a chunk
+_GROWTH = 4  # largest factor between two chunks
+
+
+class IdleTask(Protocol):
+    """A task that runs in pieces. Owned by the engine's thread."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None:
+        """Does one piece. Called only while no request is in the engine."""
+        ...
+
+    def pause(self) -> None:
+        """Releases all rows, because requests have arrived. The piece in progress begins anew later."""
+        ...
+
+    def forget(self) -> None:
+        """Drops all work, because the cache starts anew. The leases are void already."""
+        ...
+
+
+class IdleWork:
+    """The tasks for idle time, the most urgent first."""
+
+    def __init__(self, tasks: Sequence[IdleTask]) -> None:
+        self._tasks = tuple(tasks)
+
+    @property
+    def has_work(self) -> bool:
+        return any(task.has_work for task in self._tasks)
+
+    def step(self) -> None:
+        """Does a piece of the first task that has work."""
+        for task in self._tasks:
+            if task.has_work:
+                task.step()
+                return
+
+    def pause(self) -> None:
+        for task in self._tasks:
+            task.pause()
+
+    def forget(self) -> None:
+        for task in self._tasks:
+            task.forget()
+
+
+class ChunkPace:
+    """Sizes of a prefill's chunks such that each forward takes at most `target_s`, by prediction.
+
+    The seconds of a forward are a fixed part and a part in proportion to its tokens. A chunk of k times as many
+    tokens therefore takes at most k times as long: the last chunk alone gives a bound, before any prices are fitted.
+    """
+
+    def __init__(self, target_s: float, most_tokens: int) -> None:
+        self._target_s = target_s
+        self._most_tokens = most_tokens
+        self.tokens = min(LEAST_TOKENS, most_tokens)  # of the next chunk
+
+    def restart(self) -> None:
+        """Begins another prefill, whose tokens may attend to more positions."""
+        self.tokens = min(LEAST_TOKENS, self._most_tokens)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learns from a chunk, which may have been smaller than `self.tokens`."""
+        if tokens < self.tokens and seconds <= self._target_s:
+            return  # the end of a prompt tells nothing about a whole chunk
+        within = _GROWTH * tokens if seconds <= 0.0 else int(tokens * self._target_s / seconds)
+        self.tokens = max(
+            min(LEAST_TOKENS, self._most_tokens), min(within, _GROWTH * tokens, self._most_tokens)
+        )

@@ -1,0 +1,30 @@
+"""The price of a model's cache in a shared budget: the seconds of prefill that a byte of it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rootstock.cache.shared_budget import BudgetShare
+from rootstock.engine.cost_model import PrefillSpeed
+from rootstock.runtime.base import ModelDescription, Segment
+
+# Guess until a forward is measured: two operations per parameter, 100 billion a second.
+_SECONDS_PER_PARAMETER = 2e-11
+
+
+class SharePrice:
+    """Keeps the price of a share up to date. Not thread-safe: the engine's thread observes."""
+
+    def __init__(self, share: BudgetShare, description: ModelDescription, token_bytes: int) -> None:
+        """`token_bytes` are those of a position of full attention."""
+        self._share = share
+        self._token_bytes = token_bytes
+        self._speed = PrefillSpeed()
+        share.price = _SECONDS_PER_PARAMETER * max(1, description.parameters) / token_bytes
+
+    def observe(self, segments: Sequence[Segment], seconds: float) -> None:
+        """Learns from one forward of mostly prefill."""
+        self._speed.observe([(segment.past, len(segment.tokens)) for segment in segments], seconds)
+        seconds_per_token = self._speed.seconds_per_token
+        if seconds_per_token:
+            self._share.price = seconds_per_token / self._token_bytes

@@ -1,0 +1,76 @@
+"""Routes that load and unload LoRA adapters while the server runs, by vLLM's names. For operators only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+
+from rootstock.config import MAX_MODEL_NAME_CHARS, ServerConfig
+from rootstock.engine.limits import refuse_surrogates
+from rootstock.errors import AdapterExists, AdapterNotLoaded, InvalidParameter, Unsupported
+from rootstock.runtime.adapter_files import allowed_directory
+from rootstock.server.access import is_operator, refuse_unless
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.server.fields import Label, Wire
+from rootstock.server.models import ModelRegistry
+from rootstock.server.request_bodies import BoundedJsonRoute
+
+_MAX_PATH_CHARS = 4_096
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS)]
+
+
+class LoadAdapterRequest(Wire):
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=_MAX_PATH_CHARS)]
+    model: Annotated[Label | None, Field(description="the base model, where several are served")] = None
+
+
+class UnloadAdapterRequest(Wire):
+    lora_name: Name
+
+
+def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
+    router = APIRouter(
+        tags=["Adapters"],
+        route_class=BoundedJsonRoute,
+        responses=documented_errors(*MODEL_ROUTE, 401, 403, 409),
+    )
+
+    # Plain functions run on another thread: they read files and wait for the engine's.
+    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    def load(body: LoadAdapterRequest, request: Request) -> str:
+        """Loads a LoRA adapter from an allowed directory. Requests choose it by its name as their model."""
+        refuse_unless(is_operator(request), config)
+        if not config.adapter_directories:
+            remedy = "This server loads no adapters while it runs. Start it with --adapter-directory DIR."
+            raise Unsupported("lora_path", remedy)
+        refuse_surrogates(body.lora_name, "lora_name")
+        refuse_surrogates(body.lora_path, "lora_path")
+        if not body.lora_name.isprintable() or not body.lora_name.strip():
+            raise InvalidParameter("lora_name", body.lora_name, "printable characters")
+        directory = allowed_directory(body.lora_path, config.adapter_directories)
+        if directory is None:
+            raise InvalidParameter("lora_path", body.lora_path, "within a directory of --adapter-directory")
+        if body.lora_name in models.names:
+            raise AdapterExists(body.lora_name)
+        models.find(body.model).engine.load_adapter(body.lora_name, directory)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    def unload(body: UnloadAdapterRequest, request: Request) -> str:
+        """Removes a LoRA adapter by its name. Its running requests go on to their ends."""
+        refuse_unless(is_operator(request), config)
+        if not config.adapter_directories:
+            remedy = "This server unloads no adapters while it runs. Start it with --adapter-directory DIR."
+            raise Unsupported("lora_name", remedy)
+        for model in models.loaded:
+            if model.engine.adapters.find(body.lora_name) is not None:
+                model.engine.unload_adapter(body.lora_name)
+                return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        raise AdapterNotLoaded(body.lora_name)
+
+    return router

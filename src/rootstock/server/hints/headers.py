@@ -1,0 +1,81 @@
+"""Hints in the head of a request: headers of Dynamo, and the headers in which coding agents name their session.
+
+A header names a session only. It gives no access, and one tenant's name of a session never meets another's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from rootstock.cache.hints import HintOutcome, Verdict
+
+MAX_SESSION_CHARS = 256
+
+# In the order in which they count. An agent within an agent is a session of its own.
+_SESSION_HEADERS = (
+    "X-Dynamo-Session-ID",
+    "X-Claude-Code-Agent-ID",
+    "X-Claude-Code-Session-ID",
+    "Thread-ID",  # Codex
+    "Session-ID",  # Codex, in older versions
+    "Session_ID",
+    "X-Session-ID",  # opencode
+)
+PRIORITY = "X-Dynamo-Request-Priority"
+STRICT_PRIORITY = "X-Dynamo-Request-Strict-Priority"
+FINAL = "X-Dynamo-Session-Final"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderHints:
+    """The hints in the head of a request."""
+
+    session: str | None = None
+    session_field: str = ""
+    ends_session: bool = False
+    priority: int | None = None
+    strict_priority: int | None = None
+    decided: tuple[HintOutcome, ...] = ()
+
+
+NO_HEAD = HeaderHints()
+
+
+async def header_hints(request: Request) -> HeaderHints:
+    """Reads the hints of a request's head. It is a coroutine: a plain function would run on another thread."""
+    headers = request.headers
+    decided = []
+    session, session_field = None, ""
+    for name in _SESSION_HEADERS:
+        value = headers.get(name, "").strip()
+        if not value:
+            continue
+        if len(value) > MAX_SESSION_CHARS:
+            reason = f"longer than {MAX_SESSION_CHARS} characters"
+            decided.append(HintOutcome(name, Verdict.REFUSED, reason))
+            continue
+        session, session_field = value, name
+        break
+    numbers: dict[str, int | None] = {}
+    for name in (PRIORITY, STRICT_PRIORITY):
+        sent = headers.get(name)
+        numbers[name] = None if sent is None else _number(sent)
+        if sent is not None and numbers[name] is None:
+            decided.append(HintOutcome(name, Verdict.REFUSED, "not a whole number"))
+    ends = headers.get(FINAL, "").strip().lower() == "true"
+    return HeaderHints(
+        session, session_field, ends, numbers[PRIORITY], numbers[STRICT_PRIORITY], tuple(decided)
+    )
+
+
+def _number(value: str) -> int | None:
+    digits = value.strip().removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
+        return None
+    return int(value)
+
+
+HeadHints = Annotated[HeaderHints, Depends(header_hints)]

@@ -1,0 +1,381 @@
+"""The places of a server's models: each is loaded, being loaded or unloaded, or has no engine.
+
+One thread loads and unloads, a model at a time, so that each check of the free memory is exact. Requests to loaded
+models go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from rootstock.cache.shared_budget import SharedBudget
+from rootstock.config import EngineConfig, ServedModelConfig
+from rootstock.engine.device_thread import DeviceThread
+from rootstock.errors import (
+    EngineStopped,
+    MemoryLacks,
+    ModelBusy,
+    ModelNotLoaded,
+    ModelTooLarge,
+    ModelUnavailable,
+    QueueFull,
+    RootstockError,
+)
+from rootstock.server.request_bodies import return_free_memory
+from rootstock.server.wire import ServedModel
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0  # a model that could not be loaded is tried again by the first request after this time
+
+Load = Callable[[ServedModelConfig], ServedModel]  # makes a model whose engine was not started
+
+
+@dataclass(slots=True)
+class Unloaded:
+    error: RootstockError | None = None  # of the last try to load it
+    retry_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Loading:
+    done: Future[None]
+
+
+@dataclass(slots=True)
+class Loaded:
+    model: ServedModel
+    uses: int = 0  # requests
+    idle_since: float = 0.0
+
+
+@dataclass(slots=True)
+class Unloading:
+    done: Future[None]
+
+
+State = Unloaded | Loading | Loaded | Unloading
+
+
+class ModelSlot:
+    """The place of one model. `ModelSlots` changes it under its lock."""
+
+    def __init__(self, name: str, config: ServedModelConfig | None, state: State) -> None:
+        self.name = name
+        self.config = config  # None: the model is always loaded
+        self.state = state
+        self.created = int(time.time())
+        self.card: Mapping[str, Any] = {}  # numbers of the model, as it was loaded last
+
+    @property
+    def loaded(self) -> ServedModel | None:
+        state = self.state
+        return state.model if isinstance(state, Loaded) else None
+
+    @property
+    def status(self) -> str:
+        state = self.state
+        match state:
+            case Loaded():
+                return "loaded"
+            case Loading():
+                return "loading"
+            case Unloading():
+                return "unloading"
+            case Unloaded():
+                return "unloaded" if state.error is None else "failed"
+            case _:
+                assert_never(state)
+
+
+class ModelUse:
+    """A request's use of a model, which stays loaded until the use ends."""
+
+    def __init__(self, model: ServedModel, end: Callable[[], None]) -> None:
+        self.model = model
+        self._end: Callable[[], None] | None = end
+
+    def end(self) -> None:
+        """Ends the use. Idempotent."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class ModelSlots:
+    """All models of a server, and the thread that loads and unloads them. Any thread may call the methods."""
+
+    def __init__(
+        self,
+        slots: Sequence[ModelSlot],
+        load: Load | None = None,
+        device: DeviceThread | None = None,
+        budget: SharedBudget | None = None,
+        limits: EngineConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a `device`, the caller starts the engines. `limits` bound the requests that wait for loads."""
+        self.all = tuple(slots)
+        self.budget = budget
+        self._load_model = load
+        self._device = device
+        self._limits = limits or EngineConfig()
+        self._clock = clock
+        self._lock = threading.Lock()  # of the slots' states and of the fields below
+        self._waiting = 0
+        self._stopping = False
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # ---------------------------------------------------------------------------------------- lifetime
+
+    def start(self) -> None:
+        """Starts the thread, and loads the models that are served from the start. Raises StartupError."""
+        assert self._thread is None, "slots are started once"
+        if self._device is not None:
+            self._device.thread.start()
+        for slot in self.all:
+            if slot.config is not None and slot.config.load == "start":
+                slot.state = Loading(Future())
+                self._finish_loading(slot, self._loaded(slot))
+        self._thread = threading.Thread(target=self._run, name="rootstock-models", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the engines. A load that is under way goes on, and its model ends at once. Idempotent."""
+        with self._lock:
+            self._stopping = True
+            models = [slot.loaded for slot in self.all]
+            waited = [slot.state.done for slot in self.all if isinstance(slot.state, Loading)]
+        for done in waited:
+            if not done.done():
+                done.set_result(None)  # those who wait find that the server stops
+        self._tasks.put(lambda: None)
+        for model in models:
+            if model is not None:
+                model.engine.stop()
+        if self._device is not None and self._device.thread.ident is not None:
+            self._device.stop()
+
+    # ------------------------------------------------------------------------------------------- uses
+
+    def use(self, slot: ModelSlot) -> ModelUse | Future[None]:
+        """Returns a use of a loaded model, or the end of the load or unload to wait for before asking again.
+
+        Begins to load a model that is unloaded. Raises ModelUnavailable and EngineStopped.
+        """
+        with self._lock:
+            if self._stopping:
+                raise EngineStopped
+            state = slot.state
+            match state:
+                case Loaded():
+                    state.uses += 1
+                    return ModelUse(state.model, lambda: self._end_use(slot, state))
+                case Loading() | Unloading():
+                    return state.done
+                case Unloaded():
+                    left_s = state.retry_at - self._clock()
+                    if state.error is not None and left_s > 0:
+                        raise ModelUnavailable(slot.name, state.error.code, left_s)
+                    slot.state = loading = Loading(Future())
+                case _:
+                    assert_never(state)
+        self._tasks.put(lambda: self._load(slot))
+        return loading.done
+
+    def _end_use(self, slot: ModelSlot, state: Loaded) -> None:
+        with self._lock:
+            state.uses -= 1
+            if state.uses:
+                return
+            state.idle_since = self._clock()
+        if slot.config is not None and slot.config.idle_unload_s is not None:
+            self._tasks.put(lambda: None)  # the thread waits for another time now
+
+    def wait(self) -> ModelWait:
+        """Counts a request that waits for a load. Raises QueueFull."""
+        with self._lock:
+            if self._waiting >= self._limits.max_queue:
+                raise QueueFull(self._limits.max_batch, self._limits.max_queue)
+            self._waiting += 1
+        return ModelWait(self._end_wait)
+
+    def _end_wait(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def model_of(self, slot: ModelSlot) -> ServedModel:
+        """Returns the model of a slot. Raises ModelNotLoaded."""
+        model = slot.loaded
+        if model is None:
+            raise ModelNotLoaded(slot.name)
+        return model
+
+    # -------------------------------------------------------------------------------- loads and unloads
+
+    def unload(self, slot: ModelSlot) -> Future[None] | None:
+        """Begins to unload a model without uses. Returns the end to wait for; None: it is not loaded.
+
+        Raises ModelBusy, also for a model that cannot be loaded again.
+        """
+        with self._lock:
+            state = slot.state
+            if isinstance(state, Unloading):
+                return state.done
+            if isinstance(state, Unloaded):
+                slot.state = Unloaded()  # forgets a failure
+                return None
+            if not isinstance(state, Loaded) or state.uses or slot.config is None:
+                raise ModelBusy(slot.name)
+            unloading, held = Unloading(Future()), [state.model]
+            slot.state = unloading
+        self._tasks.put(lambda: self._unload(slot, held, unloading))
+        return unloading.done
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._tasks.get(timeout=self._next_idle_s())()
+            except queue.Empty:
+                for slot in self._overdue():
+                    self._unload_idle(slot)
+
+    def _next_idle_s(self) -> float | None:
+        """Returns the time until a model has been idle for long enough. None: none will be."""
+        with self._lock:
+            times = [
+                state.idle_since + slot.config.idle_unload_s
+                for slot in self.all
+                if isinstance(state := slot.state, Loaded)
+                and not state.uses
+                and slot.config is not None
+                and slot.config.idle_unload_s is not None
+                and not slot.config.pin
+            ]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def _overdue(self) -> list[ModelSlot]:
+        now = self._clock()
+        return [
+            slot
+            for slot in self._idle()
+            if slot.config is not None
+            and slot.config.idle_unload_s is not None
+            and isinstance(slot.state, Loaded)
+            and slot.state.idle_since + slot.config.idle_unload_s <= now
+        ]
+
+    def _idle(self) -> list[ModelSlot]:
+        """Returns the slots of models that may be unloaded, the least recently used first."""
+        with self._lock:
+            found = [
+                (state.idle_since, place, slot)
+                for place, slot in enumerate(self.all)
+                if isinstance(state := slot.state, Loaded)
+                and not state.uses
+                and slot.config is not None
+                and not slot.config.pin
+            ]
+        return [slot for _, _, slot in sorted(found, key=lambda one: one[:2])]
+
+    def _load(self, slot: ModelSlot) -> None:
+        try:
+            model = self._loaded(slot)
+        except RootstockError as error:
+            self._fail(slot, error)
+        except Exception as error:
+            self._fail(slot, ModelUnavailable(slot.name, type(error).__name__, RETRY_S))
+        else:
+            self._finish_loading(slot, model)
+
+    def _loaded(self, slot: ModelSlot) -> ServedModel:
+        """Loads a model. Unloads idle ones, the least recently used first, until the memory suffices."""
+        assert self._load_model is not None
+        assert slot.config is not None
+        while True:
+            try:
+                return self._load_model(slot.config)
+            except (ModelTooLarge, MemoryLacks, MemoryError):
+                if not any(self._unload_idle(other) for other in self._idle()):
+                    raise
+
+    def _finish_loading(self, slot: ModelSlot, model: ServedModel) -> None:
+        state = slot.state
+        assert isinstance(state, Loading)
+        with self._lock:
+            if stopping := self._stopping:
+                slot.state = Unloaded()
+            else:
+                model.engine.start(self._device)
+                slot.state = Loaded(model, idle_since=self._clock())
+        if stopping:
+            model.engine.stop()
+        elif not state.done.done():
+            state.done.set_result(None)
+
+    def _fail(self, slot: ModelSlot, error: RootstockError) -> None:
+        log.error("the model %r could not be loaded: %s", slot.name, error, exc_info=error)
+        state = slot.state
+        assert isinstance(state, Loading)
+        with self._lock:
+            slot.state = Unloaded(error, self._clock() + RETRY_S)
+        if not state.done.done():
+            state.done.set_result(None)  # those who wait ask again, and get the error
+
+    def _unload_idle(self, slot: ModelSlot) -> bool:
+        """Unloads a model if it is still idle. For the thread."""
+        with self._lock:
+            state = slot.state
+            if not isinstance(state, Loaded) or state.uses:
+                return False
+            unloading, held = Unloading(Future()), [state.model]
+            slot.state = unloading
+        del state
+        self._unload(slot, held, unloading)
+        return True
+
+    def _unload(self, slot: ModelSlot, held: list[ServedModel], unloading: Unloading) -> None:
+        """Stops an engine, which writes its cache to the tiers, and frees the memory.
+
+        Takes the model out of `held`, so that no caller's variable keeps its memory.
+        """
+        model = held.pop()
+        share = model.engine.budget_share
+        try:
+            model.engine.stop()
+        except Exception:
+            log.exception("the engine of the model %r did not stop cleanly", slot.name)
+        with self._lock:
+            slot.state = Unloaded()
+        del model
+        gc.unfreeze()  # what was loaded at the start is garbage now, too
+        gc.collect()
+        gc.freeze()
+        return_free_memory()
+        if share is not None and self.budget is not None:
+            self.budget.leave(share)
+            if self._device is not None:
+                self._device.wake()  # requests of other models may wait for the memory
+        unloading.done.set_result(None)
+
+
+class ModelWait:
+    """A request's place among those that wait for loads."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> ModelWait:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()

@@ -1,0 +1,119 @@
+"""Routes of pins: prefixes that stay in memory until they are released.
+
+The route that pins the prompt of a body has the path of the route that answers it, below `/v1/cache/pin`. A pin takes
+memory from all requests, so that a tenant is known by its key or header, or the sender is the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from rootstock.cache.pins import PinId, Pinned, PinRefused
+from rootstock.config import ServerConfig
+from rootstock.errors import PinNotFound, PinNotGranted, RequestError
+from rootstock.server.access import Tenant, is_operator, refuse_unless
+from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
+from rootstock.server.anthropic.schema import CountTokensRequest
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.server.explainer import ExplainedPrompt
+from rootstock.server.models import ModelRegistry
+from rootstock.server.openai.calls import explained_prompt
+from rootstock.server.openai.schema import ExplainRequest, ReleaseRequest
+from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.responses.calls import Responses
+from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.wire import Json, ServedModel
+
+_POSTED = documented_errors(409, *MODEL_ROUTE)
+
+
+def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig) -> APIRouter:
+    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
+
+    def owner_of(request: Request, tenant: str) -> str | None:
+        """Returns the tenant whose pins the sender may see and release; None: the operator, who may all of them."""
+        if is_operator(request):
+            return None
+        refuse_unless(bool(tenant), config)
+        return tenant
+
+    async def pin(
+        asked: str | None,
+        request: Request,
+        tenant: str,
+        make_prompt: Callable[[ServedModel], ExplainedPrompt],
+        name: str,
+    ) -> Json:
+        owner_of(request, tenant)
+
+        def pinned(model: ServedModel) -> Json:
+            prompt = make_prompt(model)
+            found = model.engine.pin(prompt.tokens, prompt.salt, tenant)
+            if isinstance(found, PinRefused):
+                raise PinNotGranted(found.reason)
+            return _pin_body(found)
+
+        try:
+            return await models.run(asked, request, pinned)
+        except RequestError as error:
+            if error.param == "prompt":  # the engine's name
+                error.param = name
+            raise
+
+    @router.post("/pin/chat/completions", responses=_POSTED)
+    @router.post("/pin/completions", responses=_POSTED)
+    @router.post("/pin", responses=_POSTED)
+    async def pin_prompt(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Keeps the cached part of a prompt in memory until it is released."""
+        name = "prompt" if body.messages is None else "messages"
+        return await pin(
+            body.model, request, tenant, lambda model: explained_prompt(model, body, tenant), name
+        )
+
+    @router.post("/pin/messages", responses=_POSTED)
+    async def pin_messages(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Keeps the cached part of a conversation's prompt in memory until it is released."""
+        return await pin(
+            body.model, request, tenant, lambda model: messages_prompt(model, body, tenant), "messages"
+        )
+
+    @router.post("/pin/responses", responses=_POSTED)
+    async def pin_response(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Keeps the cached part of the prompt of a request in memory until it is released."""
+        return await pin(
+            body.model,
+            request,
+            tenant,
+            lambda model: ExplainedPrompt.of_chat(responses.chat(model, body, tenant)),
+            "input",
+        )
+
+    # Plain functions run on other threads: they wait for the engine's.
+    @router.post("/release", responses=documented_errors(404, 415))
+    def release(body: ReleaseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Releases a pin. The prefix stays cached like any other."""
+        owner = owner_of(request, tenant)
+        if not any(model.engine.release_pin(PinId(body.id), owner) for model in models.loaded):
+            raise PinNotFound(body.id)
+        return {"id": body.id, "released": True}
+
+    @router.get("/pins", responses=documented_errors())
+    def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Lists the pins of the tenant. The operator sees those of all tenants."""
+        owner = owner_of(request, tenant)
+        return {"pins": [_pin_body(pinned) for model in models.loaded for pinned in model.engine.pins(owner)]}
+
+    return router
+
+
+def _pin_body(pinned: Pinned) -> Json:
+    return {
+        "id": pinned.id,
+        "tenant": pinned.tenant,
+        "tokens": pinned.tokens,
+        "asked_tokens": pinned.asked_tokens,
+        "bytes": pinned.size_bytes,
+    }

@@ -1,0 +1,195 @@
+"""Files of LoRA adapters: what is read of them, and hostile or unsupported ones, which are refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import tiny_model
+from lora import PREFIX, linears_of, save_adapter
+from rootstock.errors import AdapterUnusable
+from rootstock.runtime.adapter_files import AdapterSource, allowed_directory, read_adapter
+
+MODEL = tiny_model("llama")
+QUERIES = linears_of(MODEL, "q_proj")
+
+
+def made(directory: Path, **fields: Any) -> Path:
+    return save_adapter(directory, MODEL, QUERIES, **fields)
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(directory: Path, **tensors: torch.Tensor) -> None:
+    path = directory / "adapter_model.safetensors"
+    save_file(load_file(path) | tensors, path)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(AdapterUnusable) as caught:
+        read_adapter("mine", directory)
+    assert "'mine'" in caught.value.message
+    return caught.value.message
+
+
+def source_of(directory: Path) -> AdapterSource:
+    return read_adapter("mine", directory)
+
+
+def test_modules_and_their_tensors(tmp_path: Path) -> None:
+    source = source_of(made(tmp_path))
+    assert list(source.tensors) == QUERIES
+    assert source.tensors[QUERIES[0]].shapes == {"A": (4, 64), "B": (64, 4)}
+    assert source.nbytes == (tmp_path / "adapter_model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({}, 8 / 4),
+        ({"use_rslora": True}, 8 / 2),
+        ({"alpha_pattern": {"q_proj": 2}}, 2 / 4),
+        ({"alpha_pattern": {"k_proj": 2}}, 8 / 4),
+        ({"alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 2}}, 2 / 4),
+        ({"alpha_pattern": {"_proj": 2}}, 8 / 4),  # no whole part of the name
+        ({"rank_pattern": {"q_proj": 16}}, 8 / 16),
+        ({"rank_pattern": {"q_proj": 16}, "use_rslora": True}, 8 / 4),
+    ],
+)
+def test_the_scaling_of_a_module(tmp_path: Path, fields: dict[str, Any], scaling: float) -> None:
+    assert source_of(made(tmp_path, **fields)).scalings.scaling_of(QUERIES[0]) == scaling
+
+
+def test_the_fingerprint_covers_weights_and_configuration(tmp_path: Path) -> None:
+    first, same, other = (made(tmp_path / str(n), seed=n // 2) for n in (0, 1, 2))
+    assert source_of(first).fingerprint == source_of(same).fingerprint
+    assert source_of(first).fingerprint != source_of(other).fingerprint
+    before = source_of(first).fingerprint
+    edit_config(first, lora_alpha=9)
+    assert source_of(first).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts"),
+        ({"alora_invocation_tokens": [1, 2]}, "invocation"),
+        ({"layer_replication": [[0, 4]]}, "repeats layers"),
+        ({"trainable_token_indices": [1]}, "embedding"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
+        ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
+        ({"r": 0}, "r has 0"),
+        ({"r": 2.5}, "whole number"),
+        ({"r": True}, "whole number"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "repeat"),
+        ({"alpha_pattern": {"a*b*c*": 4}}, "repeat"),
+        ({"alpha_pattern": {"(": 4}}, "regular expression"),
+        ({"bias": "some"}, "bias"),
+        ({"use_dora": "yes"}, "use_dora"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
+    ],
+)
+def test_unsupported_fields_are_refused(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    made(tmp_path)
+    edit_config(tmp_path, **fields)
+    assert reason in refusal(tmp_path)
+
+
+def test_fields_that_describe_the_training_are_ignored(tmp_path: Path) -> None:
+    made(tmp_path)
+    edit_config(
+        tmp_path, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules="all-linear", layer_replication=None
+    )
+    assert list(source_of(tmp_path).tensors) == QUERIES
+
+
+def test_a_pickle_is_refused_and_not_read(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    made(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps(Trap()))
+    assert "pickle" in refusal(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    made(tmp_path)
+    (tmp_path / missing).unlink()
+    assert missing in refusal(tmp_path)
+
+
+def test_paths_to_nothing(tmp_path: Path) -> None:
+    assert "not a directory" in refusal(tmp_path / "nothing")
+    assert "not a directory" in refusal(Path("a\0b"))
+
+
+def test_a_header_that_promises_too_much(tmp_path: Path) -> None:
+    made(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(struct.pack("<Q", 1 << 60) + weights.read_bytes()[8:])
+    assert "header" in refusal(tmp_path)
+    weights.write_bytes(struct.pack("<Q", 1 << 16) + b"{}")
+    assert "damaged" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",  # without PEFT's prefix
+        f"{PREFIX}model.layers.0.self_attn.q_proj.lora_C.weight",
+        f"{PREFIX}lm_head.weight",  # modules_to_save does not name it
+        f"{PREFIX}model.layers.0.self_attn.q_proj.bias",
+        PREFIX + "x" * 600 + ".lora_A.weight",
+    ],
+)
+def test_tensors_that_are_none_of_an_adapter(tmp_path: Path, name: str) -> None:
+    made(tmp_path)
+    edit_tensors(tmp_path, **{name: torch.zeros(4, 64)})
+    assert name[:20] in refusal(tmp_path)
+
+
+def test_tensors_of_whole_numbers(tmp_path: Path) -> None:
+    made(tmp_path)
+    edit_tensors(tmp_path, **{f"{PREFIX}{QUERIES[0]}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)})
+    assert "floating-point" in refusal(tmp_path)
+
+
+def test_patterns_take_little_time_on_any_name(tmp_path: Path) -> None:
+    made(tmp_path, alpha_pattern={".*a.*b": 2})
+    scalings = source_of(tmp_path).scalings
+    began = time.process_time()
+    scalings.scaling_of("a" * 400)
+    assert time.process_time() - began < 5, "it is milliseconds; a repeated group would take years"
+
+
+def test_a_directory_is_allowed_by_its_real_path(tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    (allowed / "one").mkdir(parents=True)
+    other.mkdir()
+    (allowed / "link").symlink_to(other)
+    roots = (allowed,)
+    assert allowed_directory(str(allowed / "one"), roots) == (allowed / "one").resolve()
+    assert allowed_directory(str(allowed / "link"), roots) is None
+    assert allowed_directory(str(allowed / ".." / "other"), roots) is None
+    assert allowed_directory("a\0b", roots) is None
+    assert allowed_directory(str(allowed / "one"), ()) is None
