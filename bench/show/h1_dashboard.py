@@ -343,10 +343,17 @@ class Watcher:
         )
 
     def stop(self, page: Any) -> bool:
-        page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])').click()")
-        page.click("#confirm-yes")
-        until(page, "document.getElementById('requests').innerText.includes('stopped')")
-        return True
+        """Stops a request. One that ends before the button is pressed cannot be stopped: then another one."""
+        for _ in range(8):
+            page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])')?.click()")
+            if not page.is_visible("#confirm-yes"):
+                continue
+            page.click("#confirm-yes")
+            for _ in range(30):
+                page.wait_for_timeout(100)
+                if "stopped" in page.inner_text("#requests"):
+                    return True
+        return False
 
     def modes(self, page: Any, errors: list[str]) -> tuple[int, list[int]]:
         self.found: set[str] = set()
