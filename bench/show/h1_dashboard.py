@@ -122,6 +122,7 @@ def main() -> None:
             "console_errors": exactly(0),
             "explained": exactly(True),
             "stopped": exactly(True),
+            "pinned": exactly(True),
             "cleared": exactly(True),
             "chat_answered": exactly(True),
             "tenant_sees_own_only": exactly(True),
@@ -279,6 +280,7 @@ class Watcher:
         figures["axe_found"] = sorted(self.found)
         figures["pictures_below_200_kb"] = all(size < 200_000 for size in sizes)
         figures["tenant_sees_own_only"] = self.tenant(page, errors)
+        figures["pinned"] = self.pin(page)
         figures["cleared"] = self.clear(page)
         figures["console_errors"] = len(errors)
         for error in errors:
@@ -341,10 +343,17 @@ class Watcher:
         )
 
     def stop(self, page: Any) -> bool:
-        page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])').click()")
-        page.click("#confirm-yes")
-        until(page, "document.getElementById('requests').innerText.includes('stopped')")
-        return True
+        """Stops a request. One that ends before the button is pressed cannot be stopped: then another one."""
+        for _ in range(8):
+            page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])')?.click()")
+            if not page.is_visible("#confirm-yes"):
+                continue
+            page.click("#confirm-yes")
+            for _ in range(30):
+                page.wait_for_timeout(100)
+                if "stopped" in page.inner_text("#requests"):
+                    return True
+        return False
 
     def modes(self, page: Any, errors: list[str]) -> tuple[int, list[int]]:
         self.found: set[str] = set()
@@ -410,6 +419,21 @@ class Watcher:
         others = any(name in other.inner_text("#panels") for name in TENANTS[1:])
         other.context.close()
         return 0 < nodes < all_nodes and names.strip() == TENANTS[0] and "operator" in memory and not others
+
+    def pin(self, page: Any) -> bool:
+        """Pins a prefix that agents share, on behalf of its tenant, and releases it."""
+        page.focus("#tree")
+        page.keyboard.press("Home")
+        for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+            page.keyboard.press(key)
+        page.click("#node button:has-text('Pin')")
+        page.click("#confirm-yes")
+        page.wait_for_selector("#pins td button")
+        print("pinned:", page.inner_text("#pins tbody tr"), flush=True)
+        page.click("#pins td button")
+        page.click("#confirm-yes")
+        page.wait_for_selector("#pins .empty")
+        return True
 
     def clear(self, page: Any) -> bool:
         before = int(page.get_attribute("#tree", "data-nodes"))

@@ -112,7 +112,8 @@ class Dashboard:
         model = next((each for each in loaded if name in (None, each.name)), None)
         if model is None:
             raise ModelNotFound(str(name), self.model_names)
-        self._watched = {engine: each for engine, each in self._watched.items() if each.model in loaded}
+        engines = {each.engine for each in loaded}
+        self._watched = {engine: each for engine, each in self._watched.items() if engine in engines}
         found = self._watched.get(model.engine)
         if found is None:
             texts = Texts(model.model_tokenizer, self._config.show_prompts)

@@ -75,7 +75,13 @@ function useSession(told) {
   byId("note").textContent = note;
   byId("note").hidden = !note;
   /** @type {HTMLButtonElement} */ (byId("clear")).disabled = told.sees === "nothing";
-  if (wasOut || before !== models.value) watch();
+  if (!told.models.length) {
+    feed.close();
+    tree.stop();
+    status("bad", "no model is loaded: a request loads one");
+  } else if (wasOut || before !== models.value) {
+    watch();
+  }
 }
 
 function watch() {
@@ -133,7 +139,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tree
 useTheme();
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) feed.close();
-  else if (session.models) { feed.open(model()); tree.load(); }
+  else if (session.models?.length) { feed.open(model()); tree.load(); }
 });
+
+// Models are loaded and unloaded while the page is open.
+setInterval(() => { if (!document.hidden && session.models) begin().catch(() => undefined); }, 20_000);
 
 begin().catch(() => { status("bad", "the server is away: reload the page"); setTimeout(() => location.reload(), 5000); });
