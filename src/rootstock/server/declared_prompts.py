@@ -1,6 +1,7 @@
 """Prompts that the operator declares, to be cached before requests send them.
 
-A file of them has JSON lines, each the body of a chat or a completion, or an entry of OpenAI's batch files with `url` and `body`.
+A file of them has JSON lines. Each is the body of a chat or a completion, or an entry of OpenAI's batch files with
+`url` and `body`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The known beginning of a conversation's next request: its prompt up to the next message, with the answer as history.
+"""The known beginning of a conversation's next request: up to the next message, with the answer as history.
 
 A template may drop the reasoning of an answer, write its calls anew, or close the turn in another way than the model
 did. The next request then has to compute the answer again, unless idle work has done it before.
