@@ -77,7 +77,7 @@ def save_adapter(
 
 def weight_of(module: nn.Module) -> Tensor:
     """Returns [out, in]."""
-    weight: Tensor = module.weight.detach()
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.T if isinstance(module, Conv1D) else weight
 
 
