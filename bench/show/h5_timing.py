@@ -27,7 +27,7 @@ from rootstock.bench.tiny_model import ensure_tiny_model
 
 SHOW = "H5"
 READY_WITHIN_S = 600.0  # kernels may have to be compiled
-SYSTEM_WORDS, SECRET_WORDS = 200, 400
+SYSTEM_WORDS, SECRET_WORDS = 60, 150
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 
 
