@@ -27,7 +27,7 @@ from rootstock.bench.tiny_model import ensure_tiny_model
 
 SHOW = "H5"
 READY_WITHIN_S = 600.0  # kernels may have to be compiled
-SYSTEM_WORDS, SECRET_WORDS = 200, 400
+SYSTEM_WORDS, SECRET_WORDS = 60, 150
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 
 
@@ -59,7 +59,8 @@ def main() -> None:
         "distance_from_guess": at_most(0.05),
         "control_auc": at_least(0.9),
         "least_cached_tokens": at_least(SYSTEM_WORDS // 2),
-        "most_cached_tokens": at_most(scoped["least_cached_tokens"]),
+        # The attacker's own tails may begin alike, by a few words.
+        "most_cached_tokens": at_most(scoped["least_cached_tokens"] + SECRET_WORDS // 10),
     }
     conclude(SHOW, figures, bars)
 
