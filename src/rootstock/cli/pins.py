@@ -19,6 +19,7 @@ from rootstock.units import MIB, in_units
 MAX_FILE_BYTES = 16 * MIB
 ANSWERS_WITHIN_S = 120.0  # a long prompt is tokenized first
 
+Json = dict[str, Any]
 Url = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
 Key = Annotated[
     str | None,
@@ -81,11 +82,11 @@ def pins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the pinned prefixes of a server."""
-    found = _ask(url, api_key, "GET", "/v1/cache/pins", None)["pins"]
+    found: list[Json] = _ask(url, api_key, "GET", "/v1/cache/pins", None)["pins"]
     if as_json:
         print(json.dumps(found))
         return
-    columns = [
+    columns: list[Column[Json]] = [
         Column("id", "id", lambda pinned: pinned["id"]),
         Column("tokens", "tokens", lambda pinned: pinned["tokens"], lambda n: f"{n:,}", numeric=True),
         Column("size", "bytes", lambda pinned: pinned["bytes"], in_units, numeric=True),
@@ -114,7 +115,7 @@ def _ask(url: str, key: str | None, method: str, path: str, body: Any) -> Any:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"No server answers at {base}{path} ({type(error).__name__}).") from error
     if answer.status_code != 200:
-        error = told.get("error") if isinstance(told, dict) else None
-        reason = error["message"] if isinstance(error, dict) and "message" in error else told
+        failure = told.get("error") if isinstance(told, dict) else None
+        reason = failure["message"] if isinstance(failure, dict) and "message" in failure else told
         raise StartupError(f"The server refuses it (status {answer.status_code}): {reason}")
     return told
