@@ -220,8 +220,8 @@ class InputTooLong(RequestError):
 
     def __init__(self, length: int, unit: str, limit_tokens: int, *, param: str = "input") -> None:
         super().__init__(
-            f"The input has {length:,} {unit}, but the model takes at most {limit_tokens:,} tokens. Divide the text, and "
-            "send each part as an input of its own.",
+            f"The input has {length:,} {unit}, but the model takes at most {limit_tokens:,} tokens. Divide the "
+            "text, and send each part as an input of its own.",
             param=param,
         )
         self.limit_tokens = limit_tokens
@@ -487,8 +487,6 @@ class ModelNotAllowed(RequestError):
             f"This key's tenant may not use model {shown(asked)}. Ask for another, or have it added to --api-keys.",
             param="model",
         )
-
-
 
 
 class CsrfTokenMissing(RequestError):

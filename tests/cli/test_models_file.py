@@ -10,7 +10,14 @@ import pytest
 from cli.running import Run
 from rootstock.cli import several
 from rootstock.cli.models_file import MAX_FILE_BYTES, MAX_MODELS, read_models
-from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, ServedModelConfig, TierConfig
+from rootstock.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ServedModelConfig,
+    TierConfig,
+)
 from rootstock.errors import ConfigFileInvalid, InvalidOption
 from rootstock.units import GIB
 

@@ -163,7 +163,7 @@ class Admission:
             self._tree.unprotect(protection)
 
     def pin(self, match: Match) -> Lease:
-        """Makes a lease that only references the hit of a match, so that none of its rows is evicted. Takes no row."""
+        """Makes a lease that only references the hit of a match, so that its rows stay. Takes no row."""
         hit = self._hit(match)
         assert hit.node is not None
         lease = self._lease(match, hit)

@@ -19,6 +19,7 @@ from rootstock.units import MIB, in_units
 MAX_FILE_BYTES = 16 * MIB
 ANSWERS_WITHIN_S = 120.0  # a long prompt is tokenized first
 
+Json = dict[str, Any]
 Url = Annotated[str, typer.Option(metavar="URL", help="URL of the server.")]
 Key = Annotated[
     str | None,
@@ -81,7 +82,7 @@ def pins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the pinned prefixes of a server."""
-    found = _ask(url, api_key, "GET", "/v1/cache/pins", None)["pins"]
+    found: list[Json] = _ask(url, api_key, "GET", "/v1/cache/pins", None)["pins"]
     if as_json:
         print(json.dumps(found))
         return

@@ -12,9 +12,9 @@ other.
 Records are evicted by segment, like in a log-structured file system or a flash cache, because evicting a single
 record frees no room until its neighbours are copied. Among the most recently used records that each segment would
 lose, the one used longest ago decides: its segment is evicted. Records in it that were used since they were written,
-or are kept by hints, are copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each
-eviction frees at least seven times the bytes that it writes, so all copies together are at most a seventh of the
-stored bytes.
+or are kept by hints, are copied to the open segment, the most recently used first, up to an eighth of the segment
+(second chance). Each eviction frees at least seven times the bytes that it writes, so all copies together are at most
+a seventh of the stored bytes.
 """
 
 from __future__ import annotations
