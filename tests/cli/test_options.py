@@ -131,7 +131,7 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     configured: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {parameter.opts[0].lstrip("-") for parameter in SERVE.params}
-    assert options - {"model", "more_models", "models", "warm", "config", "tier-compress"} == set(VALUES)
+    assert options - {"model", "more_models", "models", "config", "tier-compress"} == set(VALUES)
     expected = configured("a model", *flags(files))
     assert expected != configured("a model")
 
@@ -289,8 +289,17 @@ def test_help_shows_every_option_and_its_variable_uncut(
         assert re.search(rf"\b{variable(name)}[],]", shown)
     for name in VLLM_NAMES:
         assert f"--{name}" in shown
-    panels = re.findall(r"╭─ ([\w ]+) ─", shown)
-    assert panels[2:] == ["Model", "Cache", "Tiers", "Scheduling", "Sampling and speculation", "Server"]
+    panels = re.findall(r"╭─ ([\w ,]+) ─", shown)
+    assert panels[2:] == [
+        "Model",
+        "Cache",
+        "Hints and idle work",
+        "Tiers",
+        "Scheduling",
+        "Sampling and speculation",
+        "Server",
+        "Dashboard, metrics, traces and logs",
+    ]
 
 
 def test_docs_cli_is_the_page_that_the_commands_generate() -> None:

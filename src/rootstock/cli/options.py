@@ -22,7 +22,8 @@ ENV_PREFIX = "ROOTSTOCK"
 
 MODEL, CACHE, TIERS = "Model", "Cache", "Tiers"
 SCHEDULING, SAMPLING, SERVER = "Scheduling", "Sampling and speculation", "Server"
-OBSERVATION = "Metrics, traces and logs"
+RETENTION = "Hints and idle work"
+OBSERVATION = "Dashboard, metrics, traces and logs"
 
 # vLLM's name of an option → ours, where both mean the same.
 VLLM_NAMES = {
@@ -265,7 +266,7 @@ BlockSize = Annotated[int, option(CACHE, "--block-size", "Tokens per cache block
 RetainedShare = Annotated[
     float,
     option(
-        CACHE,
+        RETENTION,
         "--retained-share",
         "Part of the KV budget that cache hints may retain, from 0 to 1. Active tenants divide it.",
     ),
@@ -273,7 +274,7 @@ RetainedShare = Annotated[
 PinnedShare = Annotated[
     float,
     option(
-        CACHE,
+        RETENTION,
         "--pinned-share",
         "Part of the KV budget that can be pinned, from 0 to 1. Active tenants divide it.",
     ),
@@ -320,7 +321,7 @@ HostBudget = Annotated[
 IdleWork = Annotated[
     bool,
     option(
-        CACHE,
+        RETENTION,
         "--idle-work/--no-idle-work",
         "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and "
         "those of --warm and /v1/cache/warm.",
@@ -329,7 +330,7 @@ IdleWork = Annotated[
 Warm = Annotated[
     Path | None,
     option(
-        CACHE,
+        RETENTION,
         "--warm",
         "File of prompts to cache after the start, while no request runs: JSON lines, each the body of a request.",
         metavar="FILE",
@@ -536,12 +537,12 @@ ToolParser = Annotated[
 ]
 Dashboard = Annotated[
     bool,
-    option(SERVER, "--dashboard/--no-dashboard", "Serve a dashboard at / to browsers."),
+    option(OBSERVATION, "--dashboard/--no-dashboard", "Serve a dashboard at / to browsers."),
 ]
 ShowPrompts = Annotated[
     bool,
     option(
-        SERVER,
+        OBSERVATION,
         "--show-prompts",
         "Show the text of cached prompts in the dashboard. A tenant's key shows the tenant's own prompts only.",
     ),
