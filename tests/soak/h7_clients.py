@@ -51,6 +51,8 @@ class Counts:
     unended: int = 0  # streams that stopped without a last event
     hung: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)  # other statuses and errors
+    pinned: int = 0
+    not_pinned: int = 0
     hints: Counter[str] = field(default_factory=Counter)  # verdicts on hints
     models: Counter[str] = field(default_factory=Counter)
     apis: Counter[str] = field(default_factory=Counter)
@@ -187,11 +189,17 @@ class Client:
 
     async def _pin(self, chat: Json) -> int:
         answer = await self._http.post("/v1/cache/pin", json=chat, headers=self._tenant)
+        if answer.status_code == 409:  # nothing of it is cached any more, or the tenant's share is full
+            self._counts.not_pinned += 1
+            return 200
         if answer.status_code != 200:
             return answer.status_code
+        self._counts.pinned += 1
         await asyncio.sleep(5 * self._rng.random())
-        pin = {"id": answer.json()["id"], "model": chat["model"]}
-        return (await self._http.post("/v1/cache/release", json=pin, headers=self._tenant)).status_code
+        pin = {"id": answer.json()["id"]}
+        released = await self._http.post("/v1/cache/release", json=pin, headers=self._tenant)
+        # Another client of the tenant may have released it, or a request needed the memory.
+        return 200 if released.status_code == 404 else released.status_code
 
     def _count_hints(self, body: Json) -> None:
         told = body.get("rootstock") or (body.get("response") or {}).get("rootstock") or {}
@@ -295,6 +303,8 @@ def main() -> None:
         "hung": counts.hung,
         "unexpected": dict(counts.unexpected),
         "hints": dict(counts.hints),
+        "pinned": counts.pinned,
+        "not_pinned": counts.not_pinned,
         "apis": dict(counts.apis),
         "models": dict(counts.models),
         "memory_growth": round(growth(samples), 4),
