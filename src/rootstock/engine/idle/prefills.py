@@ -192,13 +192,15 @@ class IdlePrefills:
         else:
             self._compute(self._computing)
 
-    def pause(self) -> None:
-        if self._computing is not None:
-            computing, self._computing = self._computing, None
-            self._cache.release(computing.lease, ReleaseReason.ABORTED)
-            self._put_back(computing.job)
+    def pause(self) -> bool:
         if self._loading is not None and self._tier_connector is not None:
             self._tier_connector.cancel(self._loading[1])
+        if self._computing is None:
+            return False
+        computing, self._computing = self._computing, None
+        self._cache.release(computing.lease, ReleaseReason.ABORTED)
+        self._put_back(computing.job)
+        return True
 
     def forget(self) -> None:
         left = [job for queue in self._queues.values() for job in queue]
