@@ -103,7 +103,7 @@ class KVCache:
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
         if self.share is not None:
-            self.share.attach(tree)
+            self.share.attach(tree, self)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -141,9 +141,14 @@ class KVCache:
         return self.pools.resume_anywhere
 
     @property
-    def others_live_bytes(self) -> int:
-        """Bytes of a shared budget that running requests of other models use."""
-        return 0 if self.share is None else self.share.others_live_bytes
+    def has_requests(self) -> bool:
+        """Whether there are leases besides those of pins."""
+        return len(self._leases) > len(self._pins)
+
+    @property
+    def others_have_requests(self) -> bool:
+        """Whether requests of other models use memory of a shared budget, which they give back when they end."""
+        return self.share is not None and self.share.others_have_requests
 
     @property
     def capacity_tokens(self) -> int:
@@ -525,7 +530,7 @@ class KVCache:
             size += match.checkpoint.size_bytes
         now = self._clock()
         tenants = min(self._retainer.tenants.count(now), MOST_SHARES)
-        refused = self._pins.refusal(tenant, size, tenants, self._retainer.limits)
+        refused = self._pins.refusal(tenant, size, tenants, self._retainer.limits, self.share)
         if refused is not None:
             return refused
         lease = self._admission.pin(replace(match, tokens=match.tokens[: match.length]))
@@ -547,8 +552,17 @@ class KVCache:
         """Returns the pinned prefixes, of all tenants unless one is given; the oldest first."""
         return self._pins.of(tenant)
 
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        """Returns the bytes of one tenant's pins, or of all."""
+        return self._pins.bytes_of(tenant)
+
     def drop_pin(self) -> bool:
-        """Releases the newest pin, for a request that could not run otherwise. Returns False if there is none."""
+        """Releases the newest pin, for a request that could not run otherwise: else one of another cache that shares
+        the budget. Returns False if there is none."""
+        return self.drop_own_pin() or (self.share is not None and self.share.drop_pin_elsewhere())
+
+    def drop_own_pin(self) -> bool:
+        """Releases the newest pin of this cache. Returns False if there is none."""
         every = self._pins.of(None)
         if not every:
             return False
@@ -640,7 +654,7 @@ class KVCache:
             leases=len(self._leases) - len(self._pins),
             volatile_spans=len(self.volatile),
             retained_bytes=self.tree.ledger.charged_bytes,
-            pinned_bytes=self._pins.pinned_bytes,
+            pinned_bytes=self._pins.bytes_of(None),
             pins=len(self._pins),
             sessions=len(self._sessions),
             **asdict(self.counters),
