@@ -35,7 +35,7 @@ from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, 
 from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, continuation
+from rootstock.cache.radix_node import Boundary, HitProtection, Node, common_prefix, continuation
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
@@ -234,8 +234,7 @@ class KVCache:
         if match.node is None or not match.found:
             return None
         keep = keep_of(match.node, self._clock())
-        pins = {pinned.lease for pinned in self._pins.of(None)}
-        is_pinned = any(lease in pins for lease in self.tree.leases_below(match.node)) if pins else False
+        is_pinned = any(_lies_above(match.node, pinned.lease.node) for pinned in self._pins.of(None))
         if keep is None:
             return FoundRetention(0.0, 0, True) if is_pinned else None
         return FoundRetention(keep.lasts_s, keep.priority, is_pinned)
@@ -571,7 +570,7 @@ class KVCache:
 
     def _release_pins(self, namespace: Namespace | None) -> None:
         for pinned in self._pins.of(None):
-            if namespace is None or pinned.lease.namespace == namespace:
+            if namespace is None or pinned.lease.scope.has(namespace):
                 self.release_pin(pinned.id)
 
     # ---------------------------------------------------------------------------------- house-keeping
@@ -680,3 +679,10 @@ class KVCache:
     def check(self) -> None:
         """Asserts every invariant by recounting: O(blocks + nodes + leases). For tests and idle time."""
         check_cache(self.pools, self.tree, list(self._leases.values()))
+
+
+def _lies_above(node: Node, other: Node | None) -> bool:
+    """Returns whether `other` is the node itself or below it."""
+    while other is not None and other is not node and other.end >= node.end:
+        other = other.parent
+    return other is node

@@ -203,14 +203,11 @@ class IdlePrefills:
         return True
 
     def forget(self) -> None:
-        left = [job for queue in self._queues.values() for job in queue]
-        if self._computing is not None:
-            left.append(self._computing.job)
-        if self._loading is not None:
-            left.append(self._loading[0])
         self._computing = self._loading = None
         for queue in self._queues.values():
             queue.clear()
+        with self._lock:
+            left = list(self._open)  # also one that was taken from its queue when the engine failed
         for job in left:
             self._end(job, IdleEnd.FAILED)
 
@@ -402,7 +399,7 @@ class IdlePrefills:
 
 def is_in(scope: Scope, namespace: Namespace | None) -> bool:
     """Returns whether a prompt has positions in a namespace. None: in any."""
-    return namespace in (None, scope.namespace) or (scope.public_tokens > 0 and namespace == scope.public)
+    return namespace is None or scope.has(namespace)
 
 
 def _tokens(prefills: list[IdlePrefill]) -> int:
