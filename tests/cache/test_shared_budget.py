@@ -88,7 +88,9 @@ def test_pins_of_all_models_together_stay_within_the_share() -> None:
         run(cache, prompt(0, 8))
     assert isinstance(caches[0].pin(prompt(0, 4), NAMESPACE, "a"), Pinned)
     caches[2].limit_retained(RetainedLimits({"a": 5 * SIZE}))
-    assert isinstance(caches[2].pin(prompt(0, 2), NAMESPACE, "a"), PinRefused), "a limit counts for all models"
+    assert isinstance(caches[2].pin(prompt(0, 2), NAMESPACE, "a"), PinRefused), (
+        "a limit counts for all models"
+    )
     assert isinstance(caches[1].pin(prompt(0, 4), NAMESPACE, "a"), Pinned)
     assert isinstance(caches[2].pin(prompt(0, 1), NAMESPACE, "b"), PinRefused)
     assert caches[2].drop_pin(), "a request of any model comes before a pin"

@@ -140,7 +140,8 @@ class DeviceThread:
 
     def _pause_idle_work(self) -> bool:
         """Makes the idle work of every engine leave its memory to requests. Returns False if none held any."""
-        return any([self._guarded(engine, engine.pause_idle_work) for engine in list(self._engines)])
+        held = [self._guarded(engine, engine.pause_idle_work) for engine in list(self._engines)]
+        return any(held)
 
     def _idle_work(self) -> bool:
         """Does a piece of idle work while no engine has a request."""

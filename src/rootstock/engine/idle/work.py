@@ -50,7 +50,8 @@ class IdleWork:
 
     def pause(self) -> bool:
         """Releases the rows of all tasks. Returns False if there were none."""
-        return any([task.pause() for task in self._tasks])
+        held = [task.pause() for task in self._tasks]
+        return any(held)
 
     def forget(self) -> None:
         for task in self._tasks:
