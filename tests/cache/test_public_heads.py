@@ -10,6 +10,7 @@ from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.families import RecurrentState, SlidingWindow
 from rootstock.cache.keys import Scope
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
+from rootstock.cache.pins import Pinned
 from rootstock.cache.plan import Store
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.radix_node import CheckpointKind
@@ -185,6 +186,20 @@ def test_volatile_spans_are_found_among_own_tails_only() -> None:
 
 
 # ---- eviction and clearing
+
+
+def test_clearing_public_heads_ends_the_pins_that_hold_them() -> None:
+    cache = make_cache()
+    prompt = ints(HEAD.tolist(), TAIL)
+    answered(cache, prompt, A)
+    assert isinstance(cache.pin(prompt, A, "a", public_tokens=len(HEAD)), Pinned)
+    assert isinstance(cache.pin(HEAD[:7], B, "b", public_tokens=len(HEAD)), Pinned)
+    cache.clear(B)
+    assert [pin.tenant for pin in cache.pins()] == ["a"]
+    cache.clear(Scope(A).public)
+    cache.check()
+    assert cache.pins() == []
+    assert length(cache, prompt, B) == 0
 
 
 def test_a_head_is_evicted_after_the_tails_behind_it() -> None:

@@ -206,3 +206,23 @@ def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
     for number in range(2 * MAX_TENANTS):
         sessions.begin(f"tenant {number}", "0", 0.0)
     assert len(sessions) == MAX_TENANTS
+
+
+@pytest.mark.behaviour(27)
+def test_the_number_of_all_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tenants with the oldest requests lose sessions first, also one whose last session has ended."""
+    monkeypatch.setattr("rootstock.cache.sessions.MAX_ALL_SESSIONS", 6)
+    sessions = Sessions()
+    sessions.begin("ended", "0", 0.0)
+    sessions.forget("ended", "0")
+    for tenant in ("old", "new"):
+        for number in range(4):
+            sessions.begin(tenant, str(number), 0.0)
+    assert len(sessions) == 6
+    assert [sessions.find("old", str(number)) is not None for number in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert all(sessions.find("new", str(number)) for number in range(4))

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from cache.helpers import NAMESPACE, admit, clock, hit, ints, prefill, refused, run
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
+from rootstock.cache.pins import Pinned, PinRefused
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.errors import BudgetTooSmall
 
@@ -70,13 +72,29 @@ def test_what_saves_more_time_per_byte_stays_longer() -> None:
 def test_rows_of_running_requests_stay_and_a_refused_admission_changes_nothing() -> None:
     _, one, other = pair(8)
     lease, _ = admit(one, prompt(0, 6))
+    assert other.others_have_requests
     assert refused(other, prompt(0, 3)).available_bytes == 2 * SIZE
     run(other, prompt(0, 2))
     prefill(one, lease)
     one.release(lease, ReleaseReason.FINISHED)
     run(other, prompt(50, 3))
-    assert other.share is not None
-    assert other.others_live_bytes == 0
+    assert not other.others_have_requests
+
+
+def test_pins_of_all_models_together_stay_within_the_share() -> None:
+    budget, now = SharedBudget(32 * SIZE), clock()
+    caches = [cache_of(budget, FullAttention(1, 1), now=now) for _ in range(3)]
+    for cache in caches:
+        run(cache, prompt(0, 8))
+    assert isinstance(caches[0].pin(prompt(0, 4), NAMESPACE, "a"), Pinned)
+    caches[2].limit_retained(RetainedLimits({"a": 5 * SIZE}))
+    assert isinstance(caches[2].pin(prompt(0, 2), NAMESPACE, "a"), PinRefused), (
+        "a limit counts for all models"
+    )
+    assert isinstance(caches[1].pin(prompt(0, 4), NAMESPACE, "a"), Pinned)
+    assert isinstance(caches[2].pin(prompt(0, 1), NAMESPACE, "b"), PinRefused)
+    assert caches[2].drop_pin(), "a request of any model comes before a pin"
+    assert isinstance(caches[2].pin(prompt(0, 1), NAMESPACE, "b"), Pinned)
 
 
 def test_a_protected_prefix_of_another_model_goes_last() -> None:
@@ -196,5 +214,4 @@ def test_the_budget_holds_and_the_least_valuable_entry_of_all_goes_first(
         held.release(lease, ReleaseReason.FINISHED)
     for each in caches:
         each.check()
-        assert each.share is not None
-        assert each.share.others_live_bytes == 0
+        assert not each.others_have_requests

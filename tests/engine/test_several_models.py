@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,12 @@ import pytest
 from engine.helpers import Client, alone, numbers
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
+from rootstock.cache.pins import Pinned
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import EngineConfig
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.engine import Engine
+from rootstock.engine.idle.prefills import IdleEnd, IdleKind, IdlePrefill
 from rootstock.engine.request import Aborted, Event, Failed, Finished
 from rootstock.errors import EngineStopped
 from rootstock.runtime.base import Batch
@@ -117,6 +120,54 @@ def test_requests_wait_for_memory_of_another_model_and_then_finish(device: Devic
     for model, client in clients:
         model.expect(client)
     for model in (first, second):
+        model.engine.call(model.cache.check)
+        model.engine.stop()
+
+
+def test_idle_work_of_one_model_makes_way_for_a_request_of_another(device: DeviceThread) -> None:
+    """The rows of an idle prefill, and the rest of it, are given up as soon as the other model needs memory."""
+    budget = SharedBudget(60 * BLOCK_BYTES)
+    order: list[str] = []
+    asked: list[Client] = []
+
+    def idly(batch: Batch) -> None:
+        order.append("idle")
+        if len(order) == 2:
+            asked.append(urgent.ask(numbers(1, 200, 80), 4))
+
+    idle = Model(budget, fault=idly, idle_work=True)
+    urgent = Model(budget, vocab_size=89, fault=lambda batch: order.append("request"))
+    ended: queue.SimpleQueue[IdleEnd] = queue.SimpleQueue()
+    for engine in (idle.engine, urgent.engine):
+        engine.start(device)
+    for seed in (2, 3):
+        tokens = np.array(numbers(seed, 160), np.int32)
+        idle.engine.prefill_in_idle_time(IdlePrefill(IdleKind.WARM, tokens, "", None, ended=ended.put))
+    assert {ended.get(timeout=HANG_S) for _ in range(2)}
+    (client,) = asked
+    urgent.expect(client)
+    assert order[2] == "request", "idle work went on while a request waited for memory"
+    for model in (idle, urgent):
+        model.engine.call(model.cache.check)
+        model.engine.stop()
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens"), [(200, 4), (20, 190)])
+def test_pins_of_one_model_never_stop_a_request_of_another(
+    device: DeviceThread, prompt_tokens: int, max_tokens: int
+) -> None:
+    """It may have all of the budget when it is alone: at its admission, and while its answer grows."""
+    budget = SharedBudget(60 * BLOCK_BYTES)
+    pinning, asking = Model(budget), Model(budget, vocab_size=89)
+    for model in (pinning, asking):
+        model.engine.start(device)
+    prompt = np.array(numbers(1, 56), np.int32)
+    pinning.expect(pinning.ask(prompt.tolist(), 1))
+    assert isinstance(pinning.engine.pin(prompt), Pinned)
+    asking.expect(asking.ask(numbers(2, prompt_tokens, 80), max_tokens))
+    assert pinning.engine.pins() == []
+    assert pinning.engine.stats().cache.dropped_pins == 1
+    for model in (pinning, asking):
         model.engine.call(model.cache.check)
         model.engine.stop()
 

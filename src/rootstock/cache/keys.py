@@ -75,6 +75,10 @@ class Scope:
         """The namespace of the sequence's first position."""
         return self.public if self.public_tokens else self.namespace
 
+    def has(self, namespace: Namespace) -> bool:
+        """Returns whether positions of the sequence are in a namespace."""
+        return namespace == self.namespace or (self.public_tokens > 0 and namespace == self.public)
+
     def of(self, end: int) -> Namespace:
         """Returns the namespace of memory that depends on the positions before `end`, and on no others."""
         return self.public if 0 < end <= self.public_tokens else self.namespace

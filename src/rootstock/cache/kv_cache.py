@@ -35,7 +35,7 @@ from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, 
 from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, continuation
+from rootstock.cache.radix_node import Boundary, HitProtection, Node, common_prefix, continuation
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
@@ -103,7 +103,7 @@ class KVCache:
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
         if self.share is not None:
-            self.share.attach(tree)
+            self.share.attach(tree, self)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -141,9 +141,14 @@ class KVCache:
         return self.pools.resume_anywhere
 
     @property
-    def others_live_bytes(self) -> int:
-        """Bytes of a shared budget that running requests of other models use."""
-        return 0 if self.share is None else self.share.others_live_bytes
+    def has_requests(self) -> bool:
+        """Whether there are leases besides those of pins."""
+        return len(self._leases) > len(self._pins)
+
+    @property
+    def others_have_requests(self) -> bool:
+        """Whether requests of other models use memory of a shared budget, which they give back when they end."""
+        return self.share is not None and self.share.others_have_requests
 
     @property
     def capacity_tokens(self) -> int:
@@ -229,8 +234,7 @@ class KVCache:
         if match.node is None or not match.found:
             return None
         keep = keep_of(match.node, self._clock())
-        pins = {pinned.lease for pinned in self._pins.of(None)}
-        is_pinned = any(lease in pins for lease in self.tree.leases_below(match.node)) if pins else False
+        is_pinned = any(_lies_above(match.node, pinned.lease.node) for pinned in self._pins.of(None))
         if keep is None:
             return FoundRetention(0.0, 0, True) if is_pinned else None
         return FoundRetention(keep.lasts_s, keep.priority, is_pinned)
@@ -525,7 +529,7 @@ class KVCache:
             size += match.checkpoint.size_bytes
         now = self._clock()
         tenants = min(self._retainer.tenants.count(now), MOST_SHARES)
-        refused = self._pins.refusal(tenant, size, tenants, self._retainer.limits)
+        refused = self._pins.refusal(tenant, size, tenants, self._retainer.limits, self.share)
         if refused is not None:
             return refused
         lease = self._admission.pin(replace(match, tokens=match.tokens[: match.length]))
@@ -547,8 +551,17 @@ class KVCache:
         """Returns the pinned prefixes, of all tenants unless one is given; the oldest first."""
         return self._pins.of(tenant)
 
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        """Returns the bytes of one tenant's pins, or of all."""
+        return self._pins.bytes_of(tenant)
+
     def drop_pin(self) -> bool:
-        """Releases the newest pin, for a request that could not run otherwise. Returns False if there is none."""
+        """Releases the newest pin, for a request that could not run otherwise: else one of another cache that shares
+        the budget. Returns False if there is none."""
+        return self.drop_own_pin() or (self.share is not None and self.share.drop_pin_elsewhere())
+
+    def drop_own_pin(self) -> bool:
+        """Releases the newest pin of this cache. Returns False if there is none."""
         every = self._pins.of(None)
         if not every:
             return False
@@ -557,7 +570,7 @@ class KVCache:
 
     def _release_pins(self, namespace: Namespace | None) -> None:
         for pinned in self._pins.of(None):
-            if namespace is None or pinned.lease.namespace == namespace:
+            if namespace is None or pinned.lease.scope.has(namespace):
                 self.release_pin(pinned.id)
 
     # ---------------------------------------------------------------------------------- house-keeping
@@ -640,7 +653,7 @@ class KVCache:
             leases=len(self._leases) - len(self._pins),
             volatile_spans=len(self.volatile),
             retained_bytes=self.tree.ledger.charged_bytes,
-            pinned_bytes=self._pins.pinned_bytes,
+            pinned_bytes=self._pins.bytes_of(None),
             pins=len(self._pins),
             sessions=len(self._sessions),
             **asdict(self.counters),
@@ -666,3 +679,10 @@ class KVCache:
     def check(self) -> None:
         """Asserts every invariant by recounting: O(blocks + nodes + leases). For tests and idle time."""
         check_cache(self.pools, self.tree, list(self._leases.values()))
+
+
+def _lies_above(node: Node, other: Node | None) -> bool:
+    """Returns whether `other` is the node itself or below it."""
+    while other is not None and other is not node and other.end >= node.end:
+        other = other.parent
+    return other is node

@@ -15,6 +15,7 @@ import xxhash
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Lease
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 
 PinId = NewType("PinId", str)
@@ -59,22 +60,30 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Sum of the pins' sizes. A head that several pins share counts for each of them."""
-        return sum(pinned.size_bytes for pinned in self._pins.values())
+    def bytes_of(self, tenant: str | None) -> int:
+        """Returns the sum of the sizes of a tenant's pins, or of all. A head that several share counts for each."""
+        return sum(pinned.size_bytes for pinned in self.of(tenant))
 
     def of(self, tenant: str | None) -> list[Pinned]:
         """Returns the pins of a tenant, or all."""
         return [pinned for pinned in self._pins.values() if tenant is None or pinned.tenant == tenant]
 
     def refusal(
-        self, tenant: str, size_bytes: int, tenants: int, limits: RetainedLimits
+        self,
+        tenant: str,
+        size_bytes: int,
+        tenants: int,
+        limits: RetainedLimits,
+        shared: BudgetShare | None = None,
     ) -> PinRefused | None:
-        """Returns the reason why a pin of this size is refused; None: it is not. `tenants` divide the share."""
+        """Returns the reason why a pin of this size is refused; None: it is not. `tenants` divide the share. Pins in
+        other caches of a shared budget count as well."""
         if len(self._pins) >= MAX_PINS:
             return PinRefused(f"there are {MAX_PINS:,} pins already: release one first")
-        own = sum(each.size_bytes for each in self.of(tenant))
+        own, every = self.bytes_of(tenant), self.bytes_of(None)
+        if shared is not None:
+            own += shared.others_pinned_bytes(tenant)
+            every += shared.others_pinned_bytes()
         share = self._share_bytes // tenants
         share = min(share, limits.of(tenant, share))
         if own + size_bytes > share:
@@ -82,7 +91,7 @@ class Pins:
                 f"the prefix has {size_bytes:,} bytes; this tenant can pin {share:,}, of which {own:,} are in use: "
                 "release a pin first, or pin a shorter prefix"
             )
-        if self.pinned_bytes + size_bytes > self._share_bytes:
+        if every + size_bytes > self._share_bytes:
             return PinRefused(
                 "the pins of all tenants leave no room for it: pin a shorter prefix, or try later"
             )

@@ -93,11 +93,6 @@ class PrefixTree:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
-    def leases_below(self, node: Node) -> Iterator[Lease]:
-        """Yields the leases that reference this node: O(nodes below it)."""
-        for step in (node, *walk(node)):
-            yield from self.leases_at(step)
-
     def roots_of(self, namespace: Namespace) -> list[Root]:
         """Returns the namespace's root, if it has one, and its private roots."""
         root = self.roots.get(namespace)
@@ -395,7 +390,10 @@ class PrefixTree:
             gone = window.pool.resolve(of_node) < 0  # released by all others: ours serve as well
             of_node[gone] = of_lease[gone]
         node.ref_count += 1
-        self._used_by(node, lease)
+        if not lease.is_idle:
+            if node.unasked:
+                self._asked(node)
+            self._used_by(node, lease)
         self.queue.drop(node)
 
     def _weak_references(self, lease: Lease, start: int, end: int) -> list[WeakReferences]:
@@ -835,7 +833,7 @@ class PrefixTree:
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
         if leaf.unasked:
-            self._asked(leaf)
+            self._count_unasked(leaf, leaf.start - leaf.end)
         self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
         self.ledger.clear(leaf, self.size_bytes(leaf))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 MAX_SESSIONS = 4096  # of one tenant; the one used longest ago is dropped
 MAX_TENANTS = 256  # with sessions
+MAX_ALL_SESSIONS = 65_536  # of all tenants: clients may choose the tenant's name
 MAX_SESSION_TTL_S = 3600.0  # of retention that follows from a session alone
 LEAST_SESSION_TTL_S = 5.0
 FIRST_PAUSE_S = 60.0  # expected before any pause is known
@@ -76,10 +77,13 @@ class Sessions:
             while len(of_tenant) > MAX_SESSIONS:
                 del self._by_id[of_tenant.popitem(last=False)[1].id]
             while len(self._of) > MAX_TENANTS:
-                oldest, dropped = self._of.popitem(last=False)
-                self._every.pop(oldest, None)
-                for each in dropped.values():
-                    del self._by_id[each.id]
+                self._drop_tenant(next(iter(self._of)))
+            while len(self._by_id) > MAX_ALL_SESSIONS:
+                oldest = next(iter(self._of))
+                if self._of[oldest]:
+                    del self._by_id[self._of[oldest].popitem(last=False)[1].id]
+                else:
+                    self._drop_tenant(oldest)
         of_tenant.move_to_end(name)
         if session.idle_since is not None:
             pause_s = max(0.0, now - session.idle_since)
@@ -88,6 +92,11 @@ class Sessions:
             session.idle_since = None
         session.running += 1
         return session
+
+    def _drop_tenant(self, tenant: str) -> None:
+        self._every.pop(tenant, None)
+        for each in self._of.pop(tenant).values():
+            del self._by_id[each.id]
 
     def end(self, session_id: int, now: float, *, comes_back: bool) -> None:
         """Notes that a request of the session has ended. `comes_back` is True for one that is preempted: no pause

@@ -35,6 +35,20 @@ class SharedCache(Protocol):
         ...
 
 
+class PinningCache(Protocol):
+    """The leases of a cache, as the other caches of its budget see them."""
+
+    @property
+    def has_requests(self) -> bool: ...  # its memory is in use by more than pins
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        """Returns the bytes of one tenant's pins, or of all."""
+        ...
+
+    def drop_own_pin(self) -> bool:
+        """Releases the newest pin. Returns False if there is none."""
+        ...
+
+
 class SharedBudget:
     """A number of bytes for several caches."""
 
@@ -69,6 +83,10 @@ class SharedBudget:
         """Yields the other shares from which memory can be taken."""
         return (other for other in self._shares if other is not share and not other.is_closed)
 
+    def has_requests_beside(self, share: BudgetShare) -> bool:
+        """Returns whether requests use memory of the other caches, also of one that is about to end."""
+        return any(other.has_requests for other in self._shares if other is not share)
+
     def check(self) -> None:
         """Asserts that the caches stay within the budget."""
         assert 0 <= self.owned_bytes <= self.budget_bytes, "over the shared budget"
@@ -85,10 +103,11 @@ class BudgetShare:
         self.settle: Callable[[], None] = lambda: None
         self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
         self._cache: SharedCache | None = None
+        self._pinning: PinningCache | None = None
 
-    def attach(self, cache: SharedCache) -> None:
-        """Counts the rows of a cache, in place of the one before."""
-        self._cache = cache
+    def attach(self, cache: SharedCache, pinning: PinningCache | None = None) -> None:
+        """Counts the rows of a cache, in place of the one before. `pinning` has its leases."""
+        self._cache, self._pinning = cache, pinning
 
     def close(self) -> None:
         """Keeps other caches from evicting: the cache's owner is about to end."""
@@ -112,9 +131,28 @@ class BudgetShare:
         return sum(other.cached_bytes for other in self.budget.beside(self))
 
     @property
-    def others_live_bytes(self) -> int:
-        """Bytes that other caches cannot give before their requests end."""
-        return self.budget.owned_bytes - self.owned_bytes - self.others_cached_bytes
+    def has_requests(self) -> bool:
+        """Whether the cache gives memory back by itself: when a request ends, or the cache's owner."""
+        if self.is_closed:
+            return self.owned_bytes > 0
+        return self._pinning is not None and self._pinning.has_requests
+
+    @property
+    def others_have_requests(self) -> bool:
+        return self.budget.has_requests_beside(self)
+
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        return 0 if self._pinning is None else self._pinning.pinned_bytes(tenant)
+
+    def others_pinned_bytes(self, tenant: str | None = None) -> int:
+        """Returns the bytes that a tenant, or all of them, have pinned in other caches."""
+        return sum(other.pinned_bytes(tenant) for other in self.budget.beside(self))
+
+    def drop_pin_elsewhere(self) -> bool:
+        """Releases a pin of another cache. Returns False if there is none."""
+        return any(
+            other._pinning is not None and other._pinning.drop_own_pin() for other in self.budget.beside(self)
+        )
 
     @property
     def excess_bytes(self) -> int:

@@ -26,6 +26,8 @@ class Turns(Protocol):
     @property
     def has_turn(self) -> bool: ...  # there are commands, or a step can run
     @property
+    def has_requests(self) -> bool: ...
+    @property
     def is_blocked(self) -> bool: ...  # it waits for memory that another engine uses
     @property
     def decodes(self) -> bool: ...
@@ -34,6 +36,10 @@ class Turns(Protocol):
     def step(self) -> bool: ...
     def work_idly(self) -> bool:
         """Does a piece of work that can wait. Returns False if there is none."""
+        ...
+
+    def pause_idle_work(self) -> bool:
+        """Releases the rows of idle work. Returns False if there were none."""
         ...
 
     def detach(self) -> None:
@@ -119,7 +125,7 @@ class DeviceThread:
 
     def _turns(self) -> bool:
         """Gives each engine a turn that has something to do. Returns False if none has."""
-        moved = False
+        moved = self._has_requests and self._pause_idle_work()
         for engine in list(self._engines):
             if engine.has_turn:
                 self._guarded(engine, engine.step)
@@ -128,7 +134,19 @@ class DeviceThread:
                 self._guarded(engine, engine.step)
         return moved
 
+    @property
+    def _has_requests(self) -> bool:
+        return any(engine.has_requests for engine in self._engines)
+
+    def _pause_idle_work(self) -> bool:
+        """Makes the idle work of every engine leave its memory to requests. Returns False if none held any."""
+        held = [self._guarded(engine, engine.pause_idle_work) for engine in list(self._engines)]
+        return any(held)
+
     def _idle_work(self) -> bool:
+        """Does a piece of idle work while no engine has a request."""
+        if self._has_requests:
+            return False
         return any(self._guarded(engine, engine.work_idly) for engine in list(self._engines))
 
     def _guarded(self, engine: Turns, function: Callable[[], bool]) -> bool:
@@ -142,7 +160,9 @@ class DeviceThread:
             return True
 
     def _wait(self) -> None:
-        times = [one for engine in self._engines if (one := engine.next_overdue_s) is not None]
+        # While there are requests, no idle work is due.
+        awaited = [engine for engine in self._engines if engine.has_requests] or self._engines
+        times = [one for engine in awaited if (one := engine.next_overdue_s) is not None]
         times += [BLOCKED_RETRY_S for engine in self._engines if engine.is_blocked]
         try:
             self._wakes.get(timeout=min(times, default=None))

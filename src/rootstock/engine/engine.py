@@ -663,7 +663,13 @@ class Engine:
         """Whether there are commands, or a step can run."""
         if not self._commands.empty():
             return True
-        return self.scheduler.has_work and not (self.steps.is_stalled or self.steps.is_blocked)
+        if not self.scheduler.has_work or self.steps.is_blocked:
+            return False
+        return not self.steps.is_stalled or self.next_overdue_s == 0.0
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_work
 
     @property
     def is_blocked(self) -> bool:
@@ -682,6 +688,10 @@ class Engine:
         if not self.steps.is_stalled or self.tier_connector is None:
             return None
         return self.tier_connector.next_overdue_s
+
+    def pause_idle_work(self) -> bool:
+        """Releases the rows of idle work. Returns False if there were none."""
+        return self.idle_work.pause()
 
     def detach(self) -> None:
         """Keeps other models from evicting: the device's thread gives no more turns."""

@@ -336,7 +336,9 @@ class Scheduler:
 
     def _drop_pin(self, step: _Step) -> bool:
         """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
-        return not self._running and not step.loading and self._cache.drop_pin()
+        if self._running or step.loading or self._cache.others_have_requests:
+            return False
+        return self._cache.drop_pin()
 
     def _is_explained(self, sequence: Sequence, match: Match) -> bool:
         least = self.explains_misses_of
@@ -457,7 +459,7 @@ class Scheduler:
                 return True
             # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
-            if len(self._running) == 1 and not step.loading and self._cache.others_live_bytes:
+            if len(self._running) == 1 and not step.loading and self._cache.others_have_requests:
                 self._preempt(sequence)  # until another model's request has ended
                 return False
             if len(self._running) == 1 and not step.loading:

@@ -147,7 +147,7 @@ class StepRunner:
         if not plan.scheduled:
             self.is_stalled = bool(self._loads_in_flight)
             waits = self._scheduler.has_work and not self.is_stalled
-            self.is_blocked = waits and self._cache.others_live_bytes > 0
+            self.is_blocked = waits and self._cache.others_have_requests
             assert plan.given_up or self.is_blocked or not waits, "requests wait and nothing runs"
             self._apply(self._cache.take_pending_plan())
             return

@@ -11,6 +11,7 @@ import pytest
 
 from engine.helpers import Bench, Families, numbers, of_kinds
 from engine.tiered import KINDS, PROMPT, Tiered
+from rootstock.cache.lease import Admitted, ReleaseReason
 from rootstock.engine.idle.prefills import (
     MAX_AGE_S,
     MOST_OF_OWNER,
@@ -252,6 +253,41 @@ def test_a_forward_that_raises_fails_the_prefill_and_nothing_else() -> None:
     client = bench.answer([*prompt, 1], 4)
     bench.expect(client)
     assert client.cached_tokens == 16
+
+
+def test_a_fault_of_our_own_at_the_begin_of_a_prefill_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waits for its prompt to be warm gets an answer."""
+    bench = Idle()
+
+    def broken(*_: object, **more: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(bench.cache, "admit", broken)
+    bench.warm(numbers(1, 40))
+    bench.idle(1)
+    assert bench.ends == [IdleEnd.FAILED]
+    assert bench.prefills.waiting == 0
+    monkeypatch.undo()
+    bench.warm(numbers(1, 40))
+    bench.idle()
+    assert bench.ends == [IdleEnd.FAILED, IdleEnd.CACHED]
+
+
+def test_idle_work_that_a_running_request_takes_over_counts_as_used() -> None:
+    bench = Idle(chunk_tokens=16)
+    prompt = np.array(numbers(1, 40), np.int32)
+    namespace = bench.engine.namespace()
+    of_request = bench.cache.admit(bench.cache.match(prompt, namespace))
+    of_idle = bench.cache.admit(bench.cache.match(prompt, namespace), counted=False, is_idle=True)
+    assert isinstance(of_request, Admitted)
+    assert isinstance(of_idle, Admitted)
+    bench.cache.commit(of_idle.lease, prompt[:24])
+    assert bench.cache.unasked_tokens(namespace) == 24
+    bench.cache.commit(of_request.lease, prompt)
+    assert bench.cache.unasked_tokens(namespace) == 0
+    for lease in (of_idle.lease, of_request.lease):
+        bench.cache.release(lease, ReleaseReason.FINISHED)
+        bench.cache.check()
 
 
 def test_prompts_that_no_request_could_have_are_refused() -> None:

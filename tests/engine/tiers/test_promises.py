@@ -407,6 +407,16 @@ def test_a_started_engine_notices_an_overdue_load(stored: Tiered) -> None:
     assert client.cached_tokens == 0
 
 
+def test_an_overdue_load_gives_the_engine_a_turn_between_those_of_other_models(stored: Tiered) -> None:
+    stored.begin_load([*PROMPT, 70])
+    stored.run(steps=1)
+    assert stored.engine.has_requests
+    assert not stored.engine.has_turn
+    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+    assert stored.engine.has_turn
+    stored.run()
+
+
 @kinds
 @pytest.mark.behaviour(44)
 def test_a_failed_forward_does_not_end_a_load(stored: Tiered) -> None:

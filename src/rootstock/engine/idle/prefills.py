@@ -192,23 +192,22 @@ class IdlePrefills:
         else:
             self._compute(self._computing)
 
-    def pause(self) -> None:
-        if self._computing is not None:
-            computing, self._computing = self._computing, None
-            self._cache.release(computing.lease, ReleaseReason.ABORTED)
-            self._put_back(computing.job)
+    def pause(self) -> bool:
         if self._loading is not None and self._tier_connector is not None:
             self._tier_connector.cancel(self._loading[1])
+        if self._computing is None:
+            return False
+        computing, self._computing = self._computing, None
+        self._cache.release(computing.lease, ReleaseReason.ABORTED)
+        self._put_back(computing.job)
+        return True
 
     def forget(self) -> None:
-        left = [job for queue in self._queues.values() for job in queue]
-        if self._computing is not None:
-            left.append(self._computing.job)
-        if self._loading is not None:
-            left.append(self._loading[0])
         self._computing = self._loading = None
         for queue in self._queues.values():
             queue.clear()
+        with self._lock:
+            left = list(self._open)  # also one that was taken from its queue when the engine failed
         for job in left:
             self._end(job, IdleEnd.FAILED)
 
@@ -400,7 +399,7 @@ class IdlePrefills:
 
 def is_in(scope: Scope, namespace: Namespace | None) -> bool:
     """Returns whether a prompt has positions in a namespace. None: in any."""
-    return namespace in (None, scope.namespace) or (scope.public_tokens > 0 and namespace == scope.public)
+    return namespace is None or scope.has(namespace)
 
 
 def _tokens(prefills: list[IdlePrefill]) -> int:

@@ -108,8 +108,9 @@ class AwaitedReturns:
             if not awaited.loading:
                 self._poll(awaited, now)
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
         """Holds no rows: there is nothing to release."""
+        return False
 
     def forget(self) -> None:
         self._awaited.clear()

@@ -19,8 +19,11 @@ class IdleTask(Protocol):
         """Does one piece. Called only while no request is in the engine."""
         ...
 
-    def pause(self) -> None:
-        """Releases all rows, because requests have arrived. The piece in progress begins anew later."""
+    def pause(self) -> bool:
+        """Releases all rows, because requests have arrived. The piece in progress begins anew later.
+
+        Returns False if there were none.
+        """
         ...
 
     def forget(self) -> None:
@@ -45,9 +48,10 @@ class IdleWork:
                 task.step()
                 return
 
-    def pause(self) -> None:
-        for task in self._tasks:
-            task.pause()
+    def pause(self) -> bool:
+        """Releases the rows of all tasks. Returns False if there were none."""
+        held = [task.pause() for task in self._tasks]
+        return any(held)
 
     def forget(self) -> None:
         for task in self._tasks:

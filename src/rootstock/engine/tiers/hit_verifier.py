@@ -79,11 +79,13 @@ class HitVerifier:
         if length and self._random.random() < self._share:
             self._waiting.append(Hit(tokens, length, scope))
 
-    def pause(self) -> None:
-        """Releases the rows of the check in progress, which begins anew later."""
-        if self._check is not None:
-            self._waiting.appendleft(self._check.hit)
-            self._end(self._check)
+    def pause(self) -> bool:
+        """Releases the rows of the check in progress, which begins anew later. Returns False if there is none."""
+        if self._check is None:
+            return False
+        self._waiting.appendleft(self._check.hit)
+        self._end(self._check)
+        return True
 
     def forget(self) -> None:
         """Drops every check, because the cache starts anew."""
