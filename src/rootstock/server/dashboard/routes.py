@@ -186,7 +186,6 @@ def _session_routes(dashboard: Dashboard, config: ServerConfig, sessions: Sessio
             "sees": "all" if view.is_all else "tenant" if view.salts else "nothing",
             "tenant": tenant,
             "show_prompts": config.show_prompts,
-            "pins": any(getattr(route, "path", "") == "/v1/cache/pins" for route in request.app.routes),
         }
 
     @router.get("/session")

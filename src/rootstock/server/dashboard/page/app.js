@@ -88,7 +88,7 @@ function watch() {
   tree.serial = null;
   feed.open(model());
   tree.load();
-  pins.load(Boolean(session.pins));
+  pins.load();
 }
 
 models.addEventListener("change", watch);

@@ -1,4 +1,4 @@
-/** Pinned prefixes: kept until they are released. The panel is hidden where the server has no routes for them. */
+/** Pinned prefixes: kept until they are released. */
 
 import { ask, post } from "./api.js";
 import { byId, confirmed, el, fill, table, toast } from "./dom.js";
@@ -9,16 +9,9 @@ export class Pins {
   constructor(model, onChange) {
     this.model = model;
     this.onChange = onChange;
-    this.known = false;
   }
 
-  get panel() { return /** @type {HTMLElement} */ (document.querySelector(".pins")); }
-
-  /** @param {boolean} has whether the server has the routes */
-  async load(has = this.known) {
-    this.known = has;
-    this.panel.hidden = !has;
-    if (!has) return;
+  async load() {
     let told;
     try {
       told = await (await ask(`v1/cache/pins?model=${encodeURIComponent(this.model())}`)).json();
@@ -35,7 +28,6 @@ export class Pins {
 
   /** The buttons of a node's detail. @param {any} node */
   buttons(node) {
-    if (!this.known) return [];
     return [el("button", { type: "button", onclick: () => this.pin(node) }, "Pin this prefix…")];
   }
 
@@ -60,7 +52,7 @@ export class Pins {
   async release(pin) {
     if (!(await confirmed("Release this prefix?", "It stays in the cache until its memory is needed.", "Release"))) return;
     try {
-      await post("v1/cache/release", { model: this.model(), id: pin.id });
+      await post("v1/cache/release", { id: pin.id });
       toast("The prefix is released.");
       this.load();
       this.onChange();
