@@ -90,6 +90,9 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
             )
         ),
         *(Ask("POST", route, body=body) for route, body in OTHER_BODIES.items()),
+        Ask("POST", "/v1/embeddings", body={"input": prompt}),
+        Ask("POST", "/dashboard/login"),
+        Ask("POST", "/dashboard/logout"),
         Ask("GET", "/v1/cache/pins"),
         Ask("POST", "/v1/cache/clear", body={}),
     ]
