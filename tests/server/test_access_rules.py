@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rootstock.config import MAX_SALT_LENGTH, ServerConfig
+from rootstock.config import MAX_SALT_LENGTH, EngineConfig, ServerConfig
 from rootstock.errors import InvalidOption
 from rootstock.server.access_rules import KeyRule, Role, TenantLimits, digest_of, read_rules
-from server.test_access import COMPLETIONS, EXPLAIN, STATS, cached, code, key, salted
+from server.test_access import CLEAR, COMPLETIONS, EXPLAIN, STATS, cached, code, key, salted
 
 HASHED = hashlib.sha256(b"hashed-key").hexdigest()
 RULES = f"""
@@ -184,6 +184,64 @@ def test_a_tenant_uses_the_models_of_its_list_only(serve: Any, tmp_path: Path) -
         assert refused.json()["error"]["type"] == "permission_error"
         assert asked("/v1/messages", model="small", **messages).status_code == 200
         assert code(asked(EXPLAIN, model="large", prompt="x")) == "model_not_allowed"
+        assert code(asked(CLEAR, model="large")) == "model_not_allowed"
+        assert code(asked(COMPLETIONS, model=["small"], **text)) == "invalid_parameter"
+        prompts = [{"model": "large", "prompt": "x"}]
+        assert code(asked("/v1/cache/warm", model="small", prompts=prompts)) == "model_not_allowed"
+        assert code(asked("/v1/cache/pin", model="large", prompt="x")) == "model_not_allowed"
+        assert asked("/v1/messages/count_tokens", model="large", **messages).status_code == 403
+        listed = served.client.get("/v1/models", headers=key("k")).json()
+        assert [model["id"] for model in listed["data"]] == ["small"]
+        assert (listed["first_id"], listed["last_id"]) == ("small", "small")
+        for name in ("large", "absent"):
+            found = served.client.get(f"/v1/models/{name}", headers=key("k"))
+            assert code(found) == "model_not_allowed", "a refusal does not tell which models exist"
+
+
+def test_a_tenant_without_any_model_has_an_empty_list(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {models: []}}")
+    with serve(server=ServerConfig(api_keys=file)) as served:
+        listed = served.client.get("/v1/models", headers=key("k")).json()
+        assert (listed["data"], listed["first_id"]) == ([], None)
+
+
+def test_warming_takes_the_tokens_that_it_computes(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 100}}")
+    with serve(EngineConfig(idle_work=True), ServerConfig(api_keys=file)) as served:
+
+        def warmed(**body: Any) -> Any:
+            return served.client.post("/v1/cache/warm", json=body, headers=key("k"))
+
+        assert code(warmed(prompt="x" * 90)) is None
+        assert code(warmed(prompt="y" * 90)) == "rate_limit_exceeded"
+        states = [one["state"] for one in warmed(prompts=[{"prompt": "z" * 90}]).json()["prompts"]]
+        assert states == ["refused"]
+
+
+def test_refusals_by_the_guard_are_counted(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "keys: [{key: k, tenant: a}, {key: scraper, role: metrics}]\ndefault: {requests_per_minute: 1}"
+    )
+    with serve(server=ServerConfig(api_keys=file)) as served:
+        for _ in range(3):
+            served.client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=key("k"))
+        assert code(served.client.get("/v1/models")) == "invalid_api_key"
+        served.client.headers.update(key("scraper"))
+        assert served.metric("rootstock_errors_total", route="none", code="rate_limit_exceeded") == 2
+        assert served.metric("rootstock_errors_total", route="none", code="invalid_api_key") == 1
+
+
+def test_a_key_for_metrics_sees_tenants_there_and_is_unknown_elsewhere(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: a}, {key: scraper, role: metrics}]")
+    with serve(server=ServerConfig(api_keys=file)) as served:
+        served.client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=key("k"))
+        assert 'tenant="a"' in served.client.get("/metrics", headers=key("scraper")).text
+        assert served.client.get("/dashboard/session", headers=key("scraper")).json()["login"] is True
+        assert "running" not in served.client.get("/health", headers=key("scraper")).json()
 
 
 def test_retained_bytes_reach_the_cache_and_change_with_the_file(serve: Any, tmp_path: Path) -> None:

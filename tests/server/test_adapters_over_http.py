@@ -19,6 +19,7 @@ from rootstock.server.app import create_app
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from server.conftest import GREEDY, Served, assert_error
+from server.dashboard.browser import Browser
 
 MODEL = tiny_model("llama")
 PROMPT = list(range(40, 70))
@@ -146,3 +147,20 @@ def test_an_adapter_named_as_its_model_stops_the_start(directory: Path) -> None:
     made.engine.load_adapter("fake", directory / "a")
     with pytest.raises(InvalidOption, match="another name"):
         create_app(made, ServerConfig())
+
+
+def test_a_prefix_of_an_adapter_is_pinned(start: Callable[..., Served], directory: Path) -> None:
+    served = start(ServerConfig(adapter_directories=(directory,), aliases=()))
+    load(served, "a", directory / "a")
+    body = {"model": "a", "prompt": PROMPT, "max_tokens": 1}
+    assert served.client.post("/v1/completions", json=body).status_code == 200
+    pinned = served.client.post("/v1/cache/pin", json={"model": "a", "prompt": PROMPT})
+    assert pinned.status_code == 200, pinned.text
+    assert pinned.json()["tokens"] >= len(PROMPT) - 1
+    browser = Browser(served.url)
+    _, columns = browser.tree()
+    (number,) = map(int, columns["number"])
+    told = browser.get(f"/dashboard/tree/{number}/prefix").json()
+    assert (told["model"], told["tenant"], told["tokens"][: len(PROMPT)]) == ("a", "", PROMPT)
+    unload(served, "a")
+    assert browser.get(f"/dashboard/tree/{number}/prefix").json()["model"] is None

@@ -141,3 +141,14 @@ def test_a_key_is_required(directory: Path) -> None:
 def test_a_generation_model_has_no_embeddings(served: Served) -> None:
     response = served.client.post("/v1/embeddings", json={"input": "a"})
     assert_error(response, 400, "unsupported_parameter", "generates text", param="model")
+
+
+def test_a_tenants_limits_hold_for_embeddings(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {models: [tiny], tokens_per_minute: 10}}\n")
+    with serving(directory, api_keys=file, aliases=("other",)) as client:
+        client.headers["Authorization"] = "Bearer k"
+        assert_error(embed(client, "a", model="other"), 403, "model_not_allowed", param="model")
+        assert embed(client, [[2, 4, 5, 3]], model="tiny").status_code == 200
+        assert embed(client, [[2, 4, 5, 3]]).status_code == 200
+        assert_error(embed(client, [[2, 4, 5, 3]]), 429, "rate_limit_exceeded", "tokens_per_minute")

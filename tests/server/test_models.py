@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -138,6 +139,16 @@ def test_the_field_model_chooses(two: Several, name: str, model: str) -> None:
 def test_an_unknown_name_is_refused_with_the_names_that_are_served(two: Several) -> None:
     assert_error(two.chat("gpt-5"), 404, "model_not_found", "'a' or 'b'", param="model")
     assert_error(two.chat(None), 400, "missing_parameter", param="model")
+
+
+def test_the_model_of_any_other_name_is_refused_to_a_tenant_without_it(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: t}]\ntenants: {t: {models: [a]}}")
+    with served(config_of("a"), config_of("b"), aliases=("*=b",), api_keys=file) as several:
+        several.client.headers["Authorization"] = "Bearer k"
+        assert several.chat("a").status_code == 200
+        for name in (None, "b", "anything"):
+            assert_error(several.chat(name), 403, "model_not_allowed", param="model")
 
 
 def test_one_model_may_answer_to_any_other_name() -> None:
@@ -329,6 +340,32 @@ def test_a_server_stops_while_a_model_is_loaded() -> None:
         may_load.set()
         wait_until(lambda: slot.status == "unloaded")
         assert_error(several.chat("b"), 503, "engine_stopped")
+
+
+def test_a_server_stops_an_engine_whose_unload_waits_for_a_load() -> None:
+    loading, may_load = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        if name == "b":
+            loading.set()
+            wait_for(may_load)
+
+    prepare = lambda loads: setattr(loads, "before", before)  # noqa: E731
+    with (
+        ThreadPoolExecutor(1) as threads,
+        served(config_of("a"), config_of("b", **DEMAND), prepare=prepare) as several,
+    ):
+        slots, (first, _) = several.registry.slots, several.registry.slots.all
+        engine = slots.model_of(first).engine
+        threads.submit(several.chat, "b")
+        wait_for(loading)
+        unloaded = slots.unload(first)
+        assert unloaded is not None
+        assert first.status == "unloading"
+        several.registry.stop()
+        assert not engine.health().alive
+        unloaded.result(HANG_S)
+        may_load.set()
 
 
 # ---- unloads

@@ -466,9 +466,9 @@ class Engine:
             )
         )
 
-    def pin(self, tokens: Tokens, salt: str = "", tenant: str = "") -> Pinned | PinRefused:
+    def pin(self, tokens: Tokens, salt: str = "", tenant: str = "", adapter: str = "") -> Pinned | PinRefused:
         """Keeps the cached part of a prefix until it is released."""
-        scope = self.scope(tokens, salt)
+        scope = self.scope(tokens, salt, adapter)
         return self.call(
             lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
         )

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 from fastapi import Depends, Header, Request
+from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig
@@ -44,6 +45,7 @@ from rootstock.server.access_rules import NO_LIMITS, AccessRules, Role, digest_o
 from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
+from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.units import MIB
 
@@ -59,7 +61,6 @@ MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or an
 
 # The guard's entries in a request's state.
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
-_CLEAR = "/v1/cache/clear"
 _ANTHROPIC = "/v1/messages"  # with which the routes of Anthropic's API begin
 _SESSION = "rootstock_session"  # a browser's session
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -81,6 +82,10 @@ class Caller:
     @property
     def may_explain(self) -> bool:
         return self.has_admin_key or not self.operator_has_key
+
+    def may_ask(self, path: str) -> bool:
+        """Returns whether the sender may use the routes of a path."""
+        return self.allowed_paths is None or path in self.allowed_paths
 
 
 class Keys:
@@ -215,18 +220,7 @@ async def tenant_of(
         ),
     ] = "",
 ) -> str:
-    """Returns the tenant of a request, and refuses a model that it may not use. Raises ModelNotAllowed.
-
-    It is a coroutine, because a plain function would run on another thread.
-    """
-    models = getattr(request.state, _MODELS, None)
-    if models is not None and request.method == "POST" and await request.body():
-        body = await request.json()  # parsed already, before this function is called
-        asked = body.get("model") if isinstance(body, Mapping) else None
-        if asked is None and request.url.path != _CLEAR:  # which clears what the tenant has in all models
-            asked = request.app.state.default_model
-        if asked is not None and asked not in models:
-            raise ModelNotAllowed(asked)
+    """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
     return _tenant_of(request)
 
 
@@ -244,6 +238,18 @@ def _tenant_of(request: Request) -> str:
 Tenant = Annotated[str, Depends(tenant_of)]
 
 
+def may_use_model(request: Request, name: str) -> bool:
+    """Returns whether the list of models of the request's tenant has a name. Without a list it may use all."""
+    models = getattr(request.state, _MODELS, None)
+    return models is None or name in models
+
+
+def refuse_model_of_others(request: Request, name: str) -> None:
+    """Raises ModelNotAllowed for a name that is not in the list of models of the request's tenant."""
+    if not may_use_model(request, name):
+        raise ModelNotAllowed(name)
+
+
 def meter_of(request: Request) -> Meter:
     """Returns the meter of the request's tokens."""
     meter = getattr(request.state, _METER, None)
@@ -257,6 +263,11 @@ def is_operator(request: Request) -> bool:
     """
     caller = caller_of(request)
     return caller.has_admin_key or (caller.is_operator and not any(request.headers.getlist(SALT_HEADER)))
+
+
+def is_for_metrics(request: Request) -> bool:
+    """Returns whether the sender's key has the role metrics, which the operator gives to a scraper."""
+    return caller_of(request).allowed_paths is not None
 
 
 def names_tenant(request: Request) -> bool:
@@ -310,8 +321,9 @@ class Guard:
                 if not self._keys.is_current:  # no other request has read it meanwhile
                     await anyio.to_thread.run_sync(self._keys.reload)
         session = self._sessions.find(headers)
-        caller = self._keys.caller(headers if session is None else {b"x-api-key": session.key})
-        if isinstance(caller, Caller):
+        caller = self._keys.caller(headers if session is None else session.headers)
+        # A key for some paths has the rights of no key on the others that are open.
+        if isinstance(caller, Caller) and caller.may_ask(scope["path"]):
             scope.setdefault("state", {}).update({_STATE: caller, _SESSION: session})
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
         if scope["path"] == LOGIN_PATH and not isinstance(refusal, HostNotAllowed | OriginNotAllowed):
@@ -319,7 +331,7 @@ class Guard:
         elif refusal is None and session is not None and scope["method"] not in _SAFE_METHODS:
             refusal = None if session.allows_change(headers) else CsrfTokenMissing()
         if refusal is not None:
-            await error_response(refusal, self._forms.of(scope["path"]))(scope, receive, send)
+            await self._refused(refusal, scope)(scope, receive, send)
             return
         if not isinstance(caller, Caller) or caller.has_admin_key or caller.allowed_paths is not None:
             await self._pass_on(scope, receive, send)  # operators have no limits
@@ -340,7 +352,7 @@ class Guard:
         try:
             use = self._limiter.enter(tenant, limits)
         except RateLimited as refusal:
-            response = error_response(refusal, self._forms.of(scope["path"]))
+            response = self._refused(refusal, scope)
             known = self._limiter.of(tenant)
             response.raw_headers += [] if known is None else known.headers(anthropic=is_anthropic)
             await response(scope, receive, send)
@@ -384,6 +396,12 @@ class Guard:
         finally:
             self._held_bytes -= held_bytes
 
+    def _refused(self, refusal: RootstockError, scope: Scope) -> Response:
+        info = scope.get("state", {}).get(REQUEST_STATE)
+        if isinstance(info, RequestInfo):
+            info.refusal = refusal
+        return error_response(refusal, self._forms.of(scope["path"]))
+
     def _refusal_of_login(self, scope: Scope, caller: Caller | Unauthorized) -> RootstockError | None:
         address = str((scope.get("client") or ("",))[0])
         wait_s = self._sessions.must_wait_s(address)
@@ -403,7 +421,7 @@ class Guard:
         if path not in OPEN_PATHS and not path.startswith(OPEN_FILES):
             if isinstance(caller, Unauthorized):
                 return caller
-            if caller.allowed_paths is not None and path not in caller.allowed_paths:
+            if not caller.may_ask(path):
                 return KeyNotAllowed(Role.METRICS)
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):

@@ -16,7 +16,17 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.runtime.base import Embedder
-from rootstock.server.access import Guard, Keys, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.access import (
+    Guard,
+    Keys,
+    Tenant,
+    is_for_metrics,
+    is_operator,
+    may_use_model,
+    names_tenant,
+    refuse_model_of_others,
+    refuse_unless,
+)
 from rootstock.server.access_rules import AccessRules
 from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
@@ -26,6 +36,7 @@ from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
 from rootstock.server.drain import Drain
 from rootstock.server.errors import (
+    ANTHROPIC_ID_HEADER,
     MODEL_ROUTE,
     REQUEST_ID_HEADER,
     ErrorForms,
@@ -43,6 +54,7 @@ from rootstock.server.openai.embeddings import embedding_routes, not_embedded
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
+from rootstock.server.rate_limits import LIMIT_HEADERS
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.request_log import RequestLog
 from rootstock.server.responses.calls import Responses
@@ -75,7 +87,6 @@ def create_app(
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     sessions = Sessions()
-    app.state.default_model = None if models.are_several else models.slot(None).name
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
 
@@ -91,7 +102,13 @@ def create_app(
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("Retry-After", MAX_TOKENS_HEADER, REQUEST_ID_HEADER),
+            expose_headers=(
+                "Retry-After",
+                MAX_TOKENS_HEADER,
+                REQUEST_ID_HEADER,
+                ANTHROPIC_ID_HEADER,
+                *LIMIT_HEADERS,
+            ),
         )
     app.add_middleware(RequestLog, metrics=metrics, tracing=tracing)
     install_error_handlers(app, forms)
@@ -114,7 +131,7 @@ def create_app(
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     app.include_router(probe_routes(models.health, drain))
-    page = install_dashboard(app, models, config, sessions) if config.dashboard else None
+    page = install_dashboard(app, models, config, sessions, keys) if config.dashboard else None
     app.include_router(_root_route(page))
     install_docs(app)
     return app
@@ -193,11 +210,11 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         }
 
     @router.get("/v1/models")
-    def all_models() -> dict[str, Any]:
-        """Lists the models and their aliases."""
-        data = [described(name) for name in models.names]
-        ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        return {"object": "list", "data": data, "has_more": False, **ids}
+    def all_models(request: Request) -> dict[str, Any]:
+        """Lists the models and their aliases that the tenant may use."""
+        data = [described(name) for name in models.names if may_use_model(request, name)]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return {"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last}
 
     @router.post("/v1/models/load", responses=documented_errors(404, 409, 415, 429))
     async def load(body: ModelRequest, request: Request) -> dict[str, Any]:
@@ -214,8 +231,9 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         return described(body.model)
 
     @router.get("/v1/models/{name:path}", responses=documented_errors(404))
-    def one_model(name: str) -> dict[str, Any]:
+    def one_model(name: str, request: Request) -> dict[str, Any]:
         """Describes a model."""
+        refuse_model_of_others(request, name)
         return described(name)
 
     @router.get(
@@ -234,7 +252,8 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
     def prometheus(request: Request) -> Response:
         """Exports metrics for Prometheus."""
         refuse_unless(not names_tenant(request), config)
-        text = metrics.render_for_operator() if is_operator(request) else metrics.render()
+        shows_tenants = is_operator(request) or is_for_metrics(request)
+        text = metrics.render_for_operator() if shows_tenants else metrics.render()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

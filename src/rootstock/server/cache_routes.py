@@ -56,7 +56,9 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
         if not salt:
             refuse_unless(is_operator(request), config)
         spans = [
-            (one, span) for one in models.chosen(model) for span in one.engine.volatile_spans(salt or None)
+            (one, span)
+            for one in models.chosen(model, request)
+            for span in one.engine.volatile_spans(salt or None)
         ]
         spans.sort(key=lambda pair: -pair[1].recomputed_tokens)
         # Prompts of one salt may be of several parties, unless a key is bound to it.
@@ -94,7 +96,7 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
         if not salt:
             refuse_unless(is_operator(request), config)
         cleared = Cleared(0, 0)
-        chosen = models.chosen(None if body is None else body.model)
+        chosen = models.chosen(None if body is None else body.model, request)
         if body is not None and body.public:
             refuse_unless(is_operator(request), config)
             if body.cache_salt is not None:

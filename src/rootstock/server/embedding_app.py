@@ -21,6 +21,7 @@ from rootstock.server.drain import Drain
 from rootstock.server.errors import ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.openai.embeddings import embedding_routes
 from rootstock.server.probes import probe_routes
+from rootstock.server.rate_limits import LIMIT_HEADERS
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -50,6 +51,7 @@ def create_embedding_app(
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
+            expose_headers=("Retry-After", *LIMIT_HEADERS),
         )
     install_error_handlers(app, forms)
     app.include_router(embedding_routes(find, PreparationQueue(engine.max_batch, engine.max_queue)))

@@ -35,6 +35,7 @@ from rootstock.logs import REQUEST_FIELDS
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPIC_ID_HEADER = "request-id"  # of the answers to Anthropic's routes
 RETRY_AFTER_S = 1
 CLIENT_GONE_STATUS = 499  # nginx's; no client reads it
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -35,6 +35,7 @@ from rootstock.server.wire import ServedModel
 log = logging.getLogger(__name__)
 
 RETRY_S = 30.0  # a model that could not be loaded is tried again by the first request after this time
+_STOP_S = 60.0  # for the end of an unload when the server stops
 _MOST_BYTES_PER_PARAMETER = 8  # float32 weights, and copies of them in another layout
 
 Load = Callable[[ServedModelConfig], ServedModel]  # makes a model whose engine was not started
@@ -61,6 +62,7 @@ class Loaded:
 @dataclass(slots=True)
 class Unloading:
     done: Future[None]
+    held: list[ServedModel]  # the model, until its engine is being stopped
 
 
 State = Unloaded | Loading | Loaded | Unloading
@@ -160,6 +162,13 @@ class ModelSlots:
             self._stopping = True
             models = [slot.loaded for slot in self.all]
             waited = [slot.state.done for slot in self.all if isinstance(slot.state, Loading)]
+            ending = list[Future[None]]()
+            for state in (slot.state for slot in self.all):
+                if isinstance(state, Unloading) and state.held:  # the thread has not come to it
+                    models.append(state.held.pop())
+                    waited.append(state.done)
+                elif isinstance(state, Unloading):
+                    ending.append(state.done)
         for done in waited:
             if not done.done():
                 done.set_result(None)  # those who wait find that the server stops
@@ -167,6 +176,7 @@ class ModelSlots:
         for model in models:
             if model is not None:
                 model.engine.stop()
+        wait(ending, _STOP_S)  # their engines write to the tiers
         if self._device is not None and self._device.thread.ident is not None:
             self._device.stop()
 
@@ -241,9 +251,8 @@ class ModelSlots:
                 return None
             if not isinstance(state, Loaded) or state.uses or slot.config is None:
                 raise ModelBusy(slot.name)
-            unloading, held = Unloading(Future()), [state.model]
-            slot.state = unloading
-        self._tasks.put(lambda: self._unload(slot, held, unloading))
+            slot.state = unloading = Unloading(Future(), [state.model])
+        self._tasks.put(lambda: self._unload(slot, unloading))
         return unloading.done
 
     def _run(self) -> None:
@@ -347,18 +356,20 @@ class ModelSlots:
             state = slot.state
             if not isinstance(state, Loaded) or state.uses:
                 return False
-            unloading, held = Unloading(Future()), [state.model]
-            slot.state = unloading
+            slot.state = unloading = Unloading(Future(), [state.model])
         del state
-        self._unload(slot, held, unloading)
+        self._unload(slot, unloading)
         return True
 
-    def _unload(self, slot: ModelSlot, held: list[ServedModel], unloading: Unloading) -> None:
+    def _unload(self, slot: ModelSlot, unloading: Unloading) -> None:
         """Stops an engine, which writes its cache to the tiers, and frees the memory.
 
         Takes the model out of `held`, so that no caller's variable keeps its memory.
         """
-        model = held.pop()
+        with self._lock:
+            if not unloading.held:
+                return  # `stop` has taken it
+            model = unloading.held.pop()
         share = model.engine.budget_share
         try:
             model.engine.stop()

@@ -22,6 +22,7 @@ from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
 from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
+from rootstock.server.access import refuse_model_of_others
 from rootstock.server.errors import ClientGone
 from rootstock.server.model_slots import Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
 from rootstock.server.next_turns import NextTurns
@@ -192,15 +193,28 @@ class ModelRegistry:
         return self._named(asked, self.slots.model_of(self.slot(asked)))
 
     def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
-        """Returns the model with the adapter of this name, or the model itself if it is none."""
+        """Returns the model with the adapter of this name, or the model itself if it is none.
+
+        Raises ModelNotFound for an adapter that was unloaded meanwhile.
+        """
         if asked is None or asked in self._by_name:
             return model
         adapter = model.engine.adapters.find(asked)
-        return model if adapter is None else model.of_adapter(adapter)
+        if adapter is not None:
+            return model.of_adapter(adapter)
+        if self._of_any_name is None:
+            raise ModelNotFound(asked, self.names)
+        return model
 
-    def chosen(self, asked: str | None) -> list[ServedModel]:
-        """Returns the model of a name, or all loaded models without one. Raises the errors of `find`."""
-        return self.loaded if asked is None else [self.find(asked)]
+    def chosen(self, asked: str | None, request: Request) -> list[ServedModel]:
+        """Returns the model of a name, or all loaded models without one.
+
+        Raises ModelNotAllowed and the errors of `find`.
+        """
+        if asked is None:
+            return self.loaded
+        refuse_model_of_others(request, asked)
+        return [self.find(asked)]
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -238,16 +252,24 @@ class ModelRegistry:
     async def use(self, asked: str | None, request: Request) -> ModelUse:
         """Returns a use of a model, which the caller ends. Waits until the model is loaded.
 
-        Raises the errors of `slot`, ModelUnavailable, QueueFull, EngineStopped and ClientGone.
+        Raises the errors of `slot`, ModelNotAllowed, ModelUnavailable, QueueFull, EngineStopped and ClientGone.
         """
+        if asked is not None:  # before the look-up: a refusal does not tell whether the model exists
+            refuse_model_of_others(request, asked)
         slot = self.slot(asked)
+        if asked is None:
+            refuse_model_of_others(request, slot.name)
         found = self.slots.use(slot)
         if not isinstance(found, ModelUse):
             with self.slots.wait():
                 while not isinstance(found, ModelUse):
                     await _unless_gone(found, request)
                     found = self.slots.use(slot)
-        found.model = self._named(asked, found.model)
+        try:
+            found.model = self._named(asked, found.model)
+        except ModelNotFound:
+            found.end()
+            raise
         return found
 
     async def run(self, asked: str | None, request: Request, prepare: Callable[[ServedModel], T]) -> T:

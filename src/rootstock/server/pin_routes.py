@@ -51,7 +51,7 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
 
         def pinned(model: ServedModel) -> Json:
             prompt = make_prompt(model)
-            found = model.engine.pin(prompt.tokens, prompt.salt, tenant)
+            found = model.engine.pin(prompt.tokens, prompt.salt, tenant, prompt.adapter)
             if isinstance(found, PinRefused):
                 raise PinNotGranted(found.reason)
             return _pin_body(found)
@@ -96,7 +96,9 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
     def release(body: ReleaseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Releases a pin. The prefix stays cached like any other."""
         owner = owner_of(request, tenant)
-        if not any(model.engine.release_pin(PinId(body.id), owner) for model in models.loaded):
+        # Models of the same weights give a prefix the same id.
+        released = [model.engine.release_pin(PinId(body.id), owner) for model in models.loaded]
+        if not any(released):
             raise PinNotFound(body.id)
         return {"id": body.id, "released": True}
 

@@ -22,6 +22,15 @@ CONCURRENCY_RETRY_S = 1.0
 Headers = list[tuple[bytes, bytes]]
 
 
+# The headers that `TenantUse.headers` makes.
+LIMIT_HEADERS = tuple(
+    form.format(kind=kind, part=part)
+    for form in ("x-ratelimit-{part}-{kind}", "anthropic-ratelimit-{kind}-{part}")
+    for kind in ("requests", "tokens")
+    for part in ("limit", "remaining", "reset")
+)
+
+
 class Bucket:
     """A token bucket. Not safe for threads by itself."""
 
@@ -195,6 +204,12 @@ class Meter:
         prompts = {index: tokens for index, tokens in prompts.items() if index % choices_per_prompt == 0}
         self._use.take_prompts(sum(prompts.values()))
         self._prompts = prompts
+
+    def prepared(self, tokens: int, cached_tokens: int = 0) -> None:
+        """Takes the tokens of a prompt that no request of the engine answers. Raises RateLimited."""
+        if self._use is not None:
+            self._use.take_prompts(tokens)
+            self._use.give_back_cached(cached_tokens)
 
     def generated(self, tokens: int) -> None:
         if self._use is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from rootstock.engine.request import Finished, Usage
+from rootstock.errors import RootstockError
 from rootstock.logs import new_request_id
 from rootstock.server.wire import Call
 
@@ -36,6 +37,7 @@ class RequestInfo:
     ends: Sequence[Finished] = ()
     usage: Usage | None = None
     error: str = ""  # code
+    refusal: RootstockError | None = None  # by the guard, before a route was found
     api_request_id: str = ""  # of an API that has ids of its own
 
     def fields(self) -> dict[str, Any]:
@@ -53,7 +55,7 @@ class RequestInfo:
             for key, value in (
                 ("model", self.model),
                 ("tenant", self.tenant),
-                ("error", self.error),
+                ("error", self.error or (self.refusal.code if self.refusal else "")),
                 ("api_request_id", self.api_request_id),
             )
             if value

@@ -62,6 +62,8 @@ class RequestLog:
             raise
         finally:
             info.route = getattr(scope.get("route"), "path", "none")
+            if info.refusal is not None:
+                self._metrics.failed(info.route, info.refusal)
             self._metrics.responded(info.route, method, info.status or 499)
             if span is not None:
                 span.end(info)

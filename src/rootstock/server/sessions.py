@@ -38,6 +38,11 @@ class Session:
     key: bytes = field(repr=False)
     opened_at: float
 
+    @property
+    def headers(self) -> Headers:
+        """The headers of a request that sends the session's key."""
+        return {b"x-api-key": self.key}
+
     def allows_change(self, headers: Headers) -> bool:
         """Returns whether the headers hold the session's CSRF token."""
         return hmac.compare_digest(headers.get(CSRF_HEADER, b""), self.csrf.encode())

@@ -21,10 +21,11 @@ from rootstock.errors import (
     IdleWorkFull,
     IdleWorkOff,
     InvalidParameter,
+    RateLimited,
     RequestError,
     RootstockError,
 )
-from rootstock.server.access import Tenant
+from rootstock.server.access import Tenant, meter_of
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
 from rootstock.server.declared_prompts import DeclaredPrompt
@@ -33,6 +34,7 @@ from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ExplainRequest, WarmRequest
+from rootstock.server.rate_limits import Meter
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
@@ -68,16 +70,20 @@ def begin_warming(
     owner: str | None,
     ended: Callable[[], None] = lambda: None,
     hints: CacheHints | None = None,
+    meter: Meter | None = None,
 ) -> Warming:
     """Queues a prompt. `ended` is called on the engine's thread. Not for an event loop.
 
-    Raises IdleWorkOff, IdleWorkFull, EngineStopped and the refusals of prompts.
+    Raises IdleWorkOff, IdleWorkFull, RateLimited, EngineStopped and the refusals of prompts.
     """
     if model.engine.idle_prefills is None:
         raise IdleWorkOff()
     # The same prompt has its last token computed: models that cannot resume anywhere need a checkpoint before it.
     tokens = prompt.tokens[:-1] if len(prompt.tokens) > 1 else prompt.tokens
     warming = Warming(tokens, model.engine.cached_tokens(tokens, prompt.salt, prompt.adapter))
+
+    if meter is not None:
+        meter.prepared(len(tokens), warming.cached_tokens)
 
     def end(how: IdleEnd) -> None:
         warming.end = how
@@ -126,7 +132,7 @@ class Warmer:
 
         def begin(model: ServedModel) -> Warming:
             prompt = make_prompt(model)
-            return begin_warming(model, prompt, tenant or prompt.salt, tell)
+            return begin_warming(model, prompt, tenant or prompt.salt, tell, meter=meter_of(request))
 
         warming = await self._models.run(asked, request, begin)
         while wait and not done.is_set():
@@ -231,7 +237,7 @@ def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> 
         async def one(each: ExplainRequest) -> Json:
             try:
                 return await warmed(each, request, tenant, wait=wait)
-            except IdleWorkFull as error:
+            except (IdleWorkFull, RateLimited) as error:
                 return {"state": "refused", "reason": error.message}
 
         return {"prompts": list(await asyncio.gather(*map(one, body.prompts)))}

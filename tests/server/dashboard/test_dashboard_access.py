@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -110,7 +111,8 @@ def test_a_tenant_sees_its_own_prefixes_alone(served: Served) -> None:
     all_head, every = operator.tree()
     head, own = red.tree()
     assert {root["tenant"] for root in all_head["roots"]} == {"red", "blue"}
-    assert [root["tenant"] for root in head["roots"] if root] == ["red"]
+    assert [root["tenant"] for root in head["roots"]] == ["red"], "the number of others is not told"
+    assert {int(root) for root in own["root"]} == {0}
     assert 0 < len(own["number"]) < len(every["number"])
     others = set(every["number"]) - set(own["number"])
     for number in map(int, others):
@@ -139,6 +141,33 @@ def test_a_tenants_feed_tells_nothing_of_others(served: Served) -> None:
     whole = operator.sections("requests", "rates", "pool")
     assert [request["tenant"] for request in whole["requests"].values()] == ["blue"]
     assert whole["pool"]["budget"] >= whole["pool"]["used"] > 0
+
+
+def test_a_feed_ends_when_its_key_is_taken_away(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("leaves red\nstays blue\n")
+    with served_by_oracle(server=ServerConfig(api_keys=file)) as served:
+        browser = Browser(served.url)
+        browser.log_in("leaves")
+        with browser.events() as events:
+            next(events)
+            file.write_text("stays blue\n")
+            assert served.client.get("/v1/models", headers={"x-api-key": "stays"}).status_code == 200
+            for _ in events:
+                pass
+        assert browser.get("/dashboard/session").json()["login"] is True
+
+
+def test_tenants_of_the_file_of_keys_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: ops, role: operator}, {key: r, tenant: red}]")
+    with served_by_oracle(server=ServerConfig(api_keys=file)) as served:
+        ask(served, "r", LONG + "red")
+        file.write_text("keys: [{key: ops, role: operator}, {key: r, tenant: red}, {key: n, tenant: new}]")
+        ask(served, "n", LONG + "new")
+        browser = Browser(served.url)
+        browser.log_in("ops")
+        assert {root["tenant"] for root in browser.tree()[0]["roots"]} == {"red", "new"}
 
 
 def test_a_tenant_stops_its_own_requests_alone() -> None:

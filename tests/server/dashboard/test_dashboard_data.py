@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.dashboard.feed import Feed, difference
+from rootstock.server.dashboard.feed import MAX_VIEWERS_OF_TENANT, Feed, difference
 from rootstock.server.dashboard.views import Names, Texts, View
 from rootstock.testing.fake_runtime import FULL, STATE
 from server.conftest import Served, served_by_oracle
@@ -193,6 +193,25 @@ def test_the_number_of_pages_is_bounded(served: Served) -> None:
         return text
 
     assert json.loads(asyncio.run(two()).removeprefix("data: ")) == {"full": True}
+    assert feed.viewers == 0
+
+
+def test_a_tenant_leaves_room_for_the_pages_of_others(served: Served) -> None:
+    feed, view = feed_of(served), View(frozenset({"salt"}))
+
+    async def watch() -> None:
+        streams = [feed.events(view, lambda: True) for _ in range(MAX_VIEWERS_OF_TENANT)]
+        for stream in streams:
+            await anext(stream)
+        assert feed.is_full_for(view)
+        assert not feed.is_full_for(View(None))
+        assert not feed.is_full_for(View(frozenset({"other"})))
+        await streams.pop().aclose()
+        assert not feed.is_full_for(view)
+        for stream in streams:
+            await stream.aclose()
+
+    asyncio.run(watch())
     assert feed.viewers == 0
 
 

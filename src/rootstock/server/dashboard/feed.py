@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from rootstock.server.wire import Json
 
 EVERY_S = 1.0
 MAX_VIEWERS = 32
+MAX_VIEWERS_OF_TENANT = 8  # the others stay for the operator and further tenants
 KEEP_ALIVE_S = 10.0
 LONGEST_S = 3600.0  # of one stream; the browser connects again
 _PATIENCE_S = 0.25  # for a figure of the engine's thread. A step may take longer: then the last one is shown.
@@ -76,7 +78,7 @@ class Feed:
         self._texts = texts
         self._every_s = every_s
         self._most = most
-        self._viewers = 0
+        self._viewers: Counter[View] = Counter()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._snapshot: Snapshot | None = None
@@ -86,18 +88,19 @@ class Feed:
 
     @property
     def viewers(self) -> int:
-        return self._viewers
+        return self._viewers.total()
 
-    @property
-    def is_full(self) -> bool:
-        return self._viewers >= self._most
+    def is_full_for(self, view: View) -> bool:
+        """Returns whether no further page with this view may watch."""
+        own = self._most if view.is_all else MAX_VIEWERS_OF_TENANT
+        return self.viewers >= self._most or self._viewers[view] >= own
 
     async def events(self, view: View, may_go_on: Callable[[], bool]) -> AsyncGenerator[str, None]:
         """Yields the text of server-sent events until the engine stops or `may_go_on` returns False."""
-        if self.is_full:
+        if self.is_full_for(view):
             yield _event({"full": True})
             return
-        self._viewers += 1
+        self._viewers[view] += 1
         try:
             self._start()
             shown: Json = {}
@@ -116,7 +119,8 @@ class Feed:
                         return
                 await changed.wait()
         finally:
-            self._viewers -= 1
+            self._viewers[view] -= 1
+            self._viewers = +self._viewers
             if not self._viewers:
                 self._stop()
 

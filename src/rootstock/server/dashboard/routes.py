@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rootstock._version import __version__
+from rootstock.cache.keys import Namespace
 from rootstock.config import ServerConfig
 from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.engine import Engine
@@ -25,8 +26,8 @@ from rootstock.errors import (
     RouteNotFound,
     TooManyViewers,
 )
-from rootstock.server.access import OPEN_FILES, Tenant, is_identified, session_of
-from rootstock.server.dashboard.feed import MAX_VIEWERS, Feed
+from rootstock.server.access import OPEN_FILES, Keys, Tenant, caller_of, is_identified, session_of
+from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, Feed
 from rootstock.server.dashboard.trees import Trees
 from rootstock.server.dashboard.views import Names, Texts, View, node_json
 from rootstock.server.models import ModelRegistry
@@ -90,6 +91,13 @@ class _Watched:
     trees: Trees
     texts: Texts
 
+    def name_of(self, namespace: Namespace) -> str | None:
+        """Returns the name by which requests choose the model or the adapter; None: the adapter has none now."""
+        if not namespace.adapter:
+            return self.model.name
+        named = self.model.engine.adapters.all
+        return next((each.name for each in named if each.fingerprint == namespace.adapter), None)
+
 
 class Dashboard:
     """The watched models of a server. A model is watched from the first page that asks for it."""
@@ -149,13 +157,14 @@ def wants_html(request: Request) -> bool:
 
 
 def install_dashboard(
-    app: FastAPI, models: ModelRegistry, config: ServerConfig, sessions: Sessions
+    app: FastAPI, models: ModelRegistry, config: ServerConfig, sessions: Sessions, keys: Keys
 ) -> Callable[[Request], Response]:
     """Adds the routes below /dashboard. Returns the answer to a browser that asks for /."""
     dashboard, pages = Dashboard(models, config), page_files()
+    keys.follow(dashboard.names.use)
     app.include_router(_page_routes(pages))
     app.include_router(_session_routes(dashboard, config, sessions))
-    app.include_router(_data_routes(dashboard, sessions))
+    app.include_router(_data_routes(dashboard, sessions, keys))
     return pages["index.html"].response
 
 
@@ -228,21 +237,23 @@ def _session_routes(dashboard: Dashboard, config: ServerConfig, sessions: Sessio
     return router
 
 
-def _data_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
+def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.get("/events")
     async def events(request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Sends the live feed of a model as server-sent events."""
-        feed = dashboard.watched(model).feed
-        if feed.is_full:
-            raise TooManyViewers(MAX_VIEWERS)
-        session = session_of(request)
+        feed, view = dashboard.watched(model).feed, View.of(request, tenant)
+        if feed.is_full_for(view):
+            raise TooManyViewers(MAX_VIEWERS if view.is_all else MAX_VIEWERS_OF_TENANT)
+        session, caller = session_of(request), caller_of(request)
+        headers = dict(reversed(request.scope["headers"])) if session is None else session.headers
 
         def may_go_on() -> bool:
-            return session is None or sessions.is_open(session)
+            # The file of keys may have taken the key away meanwhile, or given it to another tenant.
+            return (session is None or sessions.is_open(session)) and keys.caller(headers) == caller
 
-        return FeedResponse(feed.events(View.of(request, tenant), may_go_on))
+        return FeedResponse(feed.events(view, may_go_on))
 
     @router.get("/tree")
     async def tree(request: Request, tenant: Tenant, model: str | None = None) -> Response:
@@ -264,12 +275,17 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
 
     @router.get("/tree/{number}/prefix")
     async def prefix(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
-        """Sends all token ids up to the end of a node, with which `/v1/cache/pin` pins it."""
-        found = await dashboard.watched(model).trees.prefix(number)
+        """Sends all token ids up to the end of a node, and the model's name, with which `/v1/cache/pin` pins it."""
+        watched = dashboard.watched(model)
+        found = await watched.trees.prefix(number)
         if found is None or not View.of(request, tenant).shows(found[0].salt):
             raise NodeNotFound
         namespace, tokens = found
-        told = {"tenant": dashboard.names.tenant(namespace.salt), "tokens": tokens.tolist()}
+        told = {
+            "tenant": dashboard.names.tenant(namespace.salt),
+            "model": watched.name_of(namespace),
+            "tokens": tokens.tolist(),
+        }
         return JSONResponse(told, headers=_DATA_HEADERS)
 
     @router.post("/requests/{id}/stop")

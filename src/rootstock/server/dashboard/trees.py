@@ -70,6 +70,9 @@ class Picture:
         """
         shown = np.array([view.shows(each.salt) for each in self.walk.namespaces], bool)
         rows = np.flatnonzero(shown[self.root]) if len(self.root) else np.zeros(0, np.int64)
+        places_of_roots = (np.cumsum(shown) - 1).astype(
+            np.uint16
+        )  # a view does not tell how many others there are
         place = np.full(len(self.root) + 1, -1, np.int32)  # the last entry is that of parent -1
         place[rows] = np.arange(len(rows))
         columns: list[tuple[str, str, NDArray[np.generic]]] = [
@@ -80,7 +83,7 @@ class Picture:
             ("bytes", "Float32", self.memory[rows]),
             ("idle", "Float32", self.idle_s[rows]),
             ("session", "Uint32", self.session[rows]),
-            ("root", "Uint16", self.root[rows]),
+            ("root", "Uint16", places_of_roots[self.root[rows]]),
             ("flags", "Uint8", self.flags[rows]),
         ]
         head = json.dumps(
@@ -91,8 +94,7 @@ class Picture:
                 "next_s": round(pause_s, 1),
                 "truncated": self.walk.is_truncated,
                 "roots": [
-                    namespace_json(each, names) if view.shows(each.salt) else None
-                    for each in self.walk.namespaces
+                    namespace_json(each, names) for each in self.walk.namespaces if view.shows(each.salt)
                 ],
                 "columns": [[name, kind] for name, kind, _ in columns],
             }

@@ -20,6 +20,7 @@ from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import is_operator
+from rootstock.server.access_rules import AccessRules
 from rootstock.server.wire import Json
 
 WINDOWS_S = (60, 300, 900)
@@ -55,10 +56,18 @@ class View:
 
 
 class Names:
-    """The names of salts: those of the tenants that have a key, and a part of the hash for others."""
+    """The names of salts: those of the operator's tenants, and a part of the hash for others."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._names = {salt_of(tenant, None): tenant for tenant in config.tenant_keys.values()}
+        self._of_options = frozenset(config.tenant_keys.values())
+        self._names: dict[str, str] = {}
+        self.use(AccessRules())
+
+    def use(self, rules: AccessRules) -> None:
+        """Takes the tenants of a file of keys beside those of the options. Any thread may call it."""
+        of_keys = (rule.tenant for rule in rules.keys.values())
+        tenants = self._of_options.union(of_keys, rules.tenants) - {""}
+        self._names = {salt_of(tenant, None): tenant for tenant in tenants}
 
     def of(self, salt: str) -> str:
         if not salt:

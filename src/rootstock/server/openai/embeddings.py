@@ -15,8 +15,10 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 from rootstock.errors import EmptyPrompt, InputTooLong, InvalidParameter, Unsupported
 from rootstock.runtime.base import Embedder
+from rootstock.server.access import Tenant, meter_of, refuse_model_of_others
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.fields import Count, Label, Wire
+from rootstock.server.rate_limits import Meter
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import Json
 
@@ -45,19 +47,25 @@ def embedding_routes(find: Callable[[str | None], Embedder], queue: PreparationQ
     )
 
     @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> Json:
+    async def embeddings(body: EmbeddingRequest, request: Request, _tenant: Tenant) -> Json:
         """Computes the embeddings of texts or token ids."""
         body.refuse_unsupported()
+        if body.model is not None:
+            refuse_model_of_others(request, body.model)
         embedder = find(body.model)
-        return await queue.run(request, lambda: embedded(embedder, body))
+        if body.model is None:
+            refuse_model_of_others(request, embedder.name)
+        meter = meter_of(request)
+        return await queue.run(request, lambda: embedded(embedder, body, meter))
 
     return router
 
 
-def embedded(embedder: Embedder, body: EmbeddingRequest) -> Json:
-    """Tokenizes and computes: not for an event loop. Raises RequestError."""
+def embedded(embedder: Embedder, body: EmbeddingRequest, meter: Meter) -> Json:
+    """Tokenizes and computes: not for an event loop. Raises RequestError and RateLimited."""
     dimensions = _dimensions(embedder, body.dimensions)
     inputs = _inputs(embedder, body.input)
+    meter.prepared(sum(map(len, inputs)))
     rows = embedder.embed(inputs)
     if dimensions < embedder.dimensions:
         rows = rows[:, :dimensions]

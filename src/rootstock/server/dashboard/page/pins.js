@@ -35,10 +35,11 @@ export class Pins {
   async pin(node) {
     if (!(await confirmed("Pin this prefix?", `Its ${count(node.end)} tokens, from the start to the end of this node, stay in the cache until they are released.`, "Pin"))) return;
     try {
-      const { tenant, tokens } = await (await ask(`dashboard/tree/${node.number}/prefix?model=${encodeURIComponent(this.model())}`)).json();
+      const { tenant, model, tokens } = await (await ask(`dashboard/tree/${node.number}/prefix?model=${encodeURIComponent(this.model())}`)).json();
       if (tenant == null) throw new Error("The tenant of this prefix is not known here: a client chose its salt.");
+      if (model == null) throw new Error("The LoRA adapter of this prefix is not loaded.");
       const headers = tenant ? { "X-Cache-Salt": tenant } : {}; // the operator pins on behalf of the tenant
-      await ask("v1/cache/pin", { method: "POST", headers, json: { model: this.model(), prompt: tokens } });
+      await ask("v1/cache/pin", { method: "POST", headers, json: { model, prompt: tokens } });
     } catch (error) {
       toast(/** @type {Error} */ (error).message);
       return;
