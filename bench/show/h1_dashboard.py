@@ -145,7 +145,8 @@ def slow_engine(nodes: int) -> tuple[Assembly, int]:
         eos_token_ids=ByteTokenizer().eos_token_ids,
         fault=lambda _batch: time.sleep(FORWARD_S),
     )
-    budget = (nodes * 2 * BLOCK + 200_000) * 16 + 4_000 * 16
+    # Half of it stays free: a node that is being looked at must not be evicted by the agents' requests.
+    budget = 2 * ((nodes * 2 * BLOCK + 200_000) * 16 + 4_000 * 16)
 
     def clock() -> float:
         return time.monotonic() + offset
@@ -164,7 +165,7 @@ def slow_engine(nodes: int) -> tuple[Assembly, int]:
         for _ in range(nodes // 40)
     ]
     made = 0
-    while cache.usage().used_bytes < budget * 0.9 and made < nodes * 1.02:
+    while cache.usage().used_bytes < budget * 0.45 and made < nodes * 1.02:
         salt, head = sessions[int(len(sessions) * rng.random() ** 2)]
         tokens = np.concatenate([head, rng.integers(0, 256, int(rng.integers(4, 12)))]).astype(np.int32)
         admitted = cache.admit(cache.match(tokens, engine.namespace(salt)))

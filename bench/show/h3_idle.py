@@ -8,7 +8,7 @@ random times, also into the pauses. Rounds alternate between the servers, each w
 Uncached tokens are those of second turns, as the servers' usage tells them. The time to the first token of the others
 is measured by the client, over HTTP.
 
-    python bench/show/h3_idle.py --rounds 8
+    python bench/show/h3_idle.py --rounds 10
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from common import ROOT, argument_parser, at_most, conclude
 
 SHOW = "H3"
 AGENTS, TURNS = 4, 3
-OTHERS_PER_S = 6.0
-PAUSE_S = 0.8  # mean, between two turns of an agent
-ROUND_S = 12.0  # in which others arrive
+OTHERS_PER_S = 3.0  # prompts of 512 tokens: the engine works for a third of the time or more
+PAUSE_S = 4.0  # mean, between two turns of an agent: a person who reads, or a tool that runs
+ROUND_S = 20.0  # in which others arrive
+FOLLOW_UP_WORDS = 15  # a question behind an answer of 60 words, or the result of a tool
 WORDS = "the reader asks which of the books in the small library tell about rivers and how far they run to the sea"
 TEMPLATE = ROOT / "tests" / "engine" / "prompts" / "templates" / "qwen3.jinja"
 
@@ -108,7 +109,8 @@ async def agent(client: httpx.AsyncClient, seed: int, told: Told) -> None:
     messages: list[dict[str, str]] = [{"role": "system", "content": text_of(0, 150)}]
     for turn in range(TURNS):
         await asyncio.sleep(float(rng.exponential(PAUSE_S)))
-        messages.append({"role": "user", "content": f"{seed} {text_of(seed + turn, 60)}"})
+        words = FOLLOW_UP_WORDS if turn else 60
+        messages.append({"role": "user", "content": f"{seed} {text_of(seed + turn, words)}"})
         body = {"messages": messages, "max_tokens": 400}
         _, text, usage = await first_token(client, "/v1/chat/completions", body)
         if turn == 1:
@@ -154,7 +156,7 @@ def until_idle(url: str) -> None:
 
 def main() -> None:
     options = argument_parser(__doc__)
-    options.add_argument("--rounds", type=int, default=8)
+    options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--serve", nargs=3, metavar=("FOLDER", "PORT", "IDLE_WORK"), help="internal")
     given = options.parse_args()
     if given.serve is not None:

@@ -11,7 +11,7 @@ split.
 load of the same model by a new process whose libraries are imported already. Then the model is unloaded, and the
 server's resident memory is compared with that before the load. In float32 both models answer as they do alone.
 
-The LoRA half of the show is `h4_adapters.py`.
+The LoRA half of the show is `h8_adapters.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,9 @@ def put(cache: KVCache, tokens: Tokens, namespace: Namespace = RED) -> None:
     cache.release(lease, ReleaseReason.FINISHED)
 
 
+NUMBERS = itertools.count(1)  # of all walks, as a server has them
+
+
 def filled(prompts: int, hybrid: bool = False) -> KVCache:
     cache = KVCache([FULL, STATE] if hybrid else [FULL], 4 * 2**20, 4)
     heads = [rng.integers(0, 9, 6) for _ in range(5)]
@@ -35,7 +40,7 @@ def filled(prompts: int, hybrid: bool = False) -> KVCache:
 
 
 def begin(cache: KVCache, previous: TreeWalk | None = None) -> TreeWalk:
-    return TreeWalk(cache.tree, cache.pools, previous)
+    return TreeWalk(cache.tree, cache.pools, NUMBERS, previous)
 
 
 def piece(walk: TreeWalk) -> bool:
@@ -145,3 +150,10 @@ def test_usage_agrees_with_the_statistics() -> None:
     usage, stats = cache.usage(), cache.stats()
     assert (usage.budget_bytes, usage.used_bytes) == (stats.budget_bytes, stats.used_bytes)
     assert usage.families == stats.families
+
+
+def test_a_walk_that_follows_no_other_gives_no_number_again() -> None:
+    cache = filled(20)
+    first, second = whole(cache), whole(cache)
+    assert len(first) == len(second) > 20
+    assert not set(first.columns.number) & set(second.columns.number)

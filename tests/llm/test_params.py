@@ -13,7 +13,7 @@ from rootstock import SamplingParams
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption, InvalidParameter
-from rootstock.llm.options import ALIASES, Options, configuration
+from rootstock.llm.options import ALIASES, OF_SERVERS, Options, configuration
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_none_is_the_models_own_value_and_zero_is_not() -> None:
 
 def test_every_field_of_the_configuration_is_an_option() -> None:
     configs = (ModelConfig, CacheConfig, EngineConfig, TierConfig)
-    names = {field.name for config in configs for field in fields(config)} - {"model"}
+    names = {field.name for config in configs for field in fields(config)} - {"model", *OF_SERVERS}
     assert set(Options.__annotations__) == names | set(ALIASES)
     hints = get_type_hints(Options)
     for alias, field in ALIASES.items():

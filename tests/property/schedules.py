@@ -167,10 +167,10 @@ def run_scoped_schedule(seed: int, *, tiered: bool) -> Outcome:
     provenance = Provenance(heads_of(SHARED, np.random.default_rng([seed, 3])))
     outcome: ScopedTierOutcome | ScopedOutcome = ScopedTierOutcome() if tiered else ScopedOutcome()
     if isinstance(outcome, ScopedTierOutcome):
-        run_tiered_schedule(seed, outcome=outcome, provenance=provenance)
+        run_tiered_schedule(seed, drafts=True, outcome=outcome, provenance=provenance)
     else:
         rng = np.random.default_rng(seed)
-        _live(rng, seed, _families(rng), _faults(rng), outcome, [], provenance=provenance)
+        _live(rng, seed, _families(rng), _faults(rng), outcome, [], drafts=True, provenance=provenance)
     outcome.public_hits += provenance.public_hits
     outcome.private_hits += provenance.private_hits
     return outcome

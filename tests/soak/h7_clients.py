@@ -51,6 +51,8 @@ class Counts:
     unended: int = 0  # streams that stopped without a last event
     hung: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)  # other statuses and errors
+    pinned: int = 0
+    not_pinned: int = 0
     hints: Counter[str] = field(default_factory=Counter)  # verdicts on hints
     models: Counter[str] = field(default_factory=Counter)
     apis: Counter[str] = field(default_factory=Counter)
@@ -187,11 +189,17 @@ class Client:
 
     async def _pin(self, chat: Json) -> int:
         answer = await self._http.post("/v1/cache/pin", json=chat, headers=self._tenant)
+        if answer.status_code == 409:  # nothing of it is cached any more, or the tenant's share is full
+            self._counts.not_pinned += 1
+            return 200
         if answer.status_code != 200:
             return answer.status_code
+        self._counts.pinned += 1
         await asyncio.sleep(5 * self._rng.random())
-        pin = {"id": answer.json()["id"], "model": chat["model"]}
-        return (await self._http.post("/v1/cache/release", json=pin, headers=self._tenant)).status_code
+        pin = {"id": answer.json()["id"]}
+        released = await self._http.post("/v1/cache/release", json=pin, headers=self._tenant)
+        # Another client of the tenant may have released it, or a request needed the memory.
+        return 200 if released.status_code == 404 else released.status_code
 
     def _count_hints(self, body: Json) -> None:
         told = body.get("rootstock") or (body.get("response") or {}).get("rootstock") or {}
@@ -248,15 +256,19 @@ def growth(samples: list[tuple[float, int]]) -> float:
 def settled(url: str) -> Json:
     """Returns the state of the caches after the last request, and after a clear."""
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-        figures: Json = {"running": None}
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        figures: Json = {}
+        deadline = time.monotonic() + LATEST_ANSWER_S
+        while True:
             health = http.get("/health").json()
-            if health["running"] == health["waiting"] == 0:
+            told = [http.get("/v1/cache/stats", params={"model": name}).json() for name in MODELS]
+            stats = [each["cache"] for each in told]
+            # Idle work goes on for a while: the next turns of the last answers, and prefixes on disk.
+            idle = sum(each["idle"]["waiting"] for each in told)
+            busy = health["running"] + health["waiting"] + idle + sum(each["leases"] for each in stats)
+            if not busy or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        figures["running"], figures["waiting"] = health["running"], health["waiting"]
-        stats = [http.get("/v1/cache/stats", params={"model": name}).json()["cache"] for name in MODELS]
+        figures |= {"running": health["running"], "waiting": health["waiting"], "idle_waiting": idle}
         figures["leases"] = sum(each["leases"] for each in stats)
         figures["live_blocks"] = sum(each["live_blocks"] for each in stats)
         figures["unbalanced_blocks"] = sum(
@@ -295,6 +307,8 @@ def main() -> None:
         "hung": counts.hung,
         "unexpected": dict(counts.unexpected),
         "hints": dict(counts.hints),
+        "pinned": counts.pinned,
+        "not_pinned": counts.not_pinned,
         "apis": dict(counts.apis),
         "models": dict(counts.models),
         "memory_growth": round(growth(samples), 4),
@@ -308,6 +322,7 @@ def main() -> None:
         "memory_growth": at_most(0.03),
         "running": exactly(0),
         "waiting": exactly(0),
+        "idle_waiting": exactly(0),
         "leases": exactly(0),
         "live_blocks": exactly(0),
         "unbalanced_blocks": exactly(0),

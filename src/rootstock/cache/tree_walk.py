@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -72,18 +72,21 @@ class NodeColumns:
 
 
 class TreeWalk:
-    """A walk over the trees of all namespaces. `previous` is the last walk, whose numbers of nodes it repeats.
+    """A walk over the trees of all namespaces. `previous` is the last walk, whose numbers of nodes it repeats. Other nodes
+    get the next ones of `numbers`.
 
     Belongs to the thread that owns the cache.
     """
 
-    def __init__(self, tree: PrefixTree, pools: Pools, previous: TreeWalk | None = None) -> None:
+    def __init__(
+        self, tree: PrefixTree, pools: Pools, numbers: Iterator[int], previous: TreeWalk | None = None
+    ) -> None:
         self._tree = tree
         self._pools = pools
         self._rows: dict[Node, int] = {}
         self._by_number: dict[int, Node] = {}
         self._previous = previous
-        self._next: itertools.count[int] = itertools.count(1) if previous is None else previous._next
+        self._numbers = numbers
         self.namespaces: list[Namespace] = []
         self._roots: dict[Root, int] = {}
         self._stack: list[Node] = []
@@ -182,7 +185,7 @@ class TreeWalk:
         previous = self._previous
         if previous is not None and node in previous._rows:
             return previous.columns.number[previous._rows[node]]
-        return next(self._next)
+        return next(self._numbers)
 
     def _bytes(self, node: Node) -> int:
         """Returns the bytes of a node's positions, by tokens: two nodes may share a block. And of its checkpoints."""

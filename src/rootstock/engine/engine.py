@@ -494,9 +494,9 @@ class Engine:
         """Returns the time by the clock of the engine's reports."""
         return self._clock()
 
-    def walk_tree(self, previous: TreeWalk | None = None) -> TreeWalk:
+    def walk_tree(self, numbers: Iterator[int], previous: TreeWalk | None = None) -> TreeWalk:
         """Begins a walk over the cache's tree, which `continue_walk` goes on with."""
-        return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, previous))
+        return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, numbers, previous))
 
     def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
         """Walks on for some time between two steps. Returns whether nodes are left."""

@@ -132,9 +132,11 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
         raise InvalidOption(spelled.get(field, field), error.value, error.allowed) from None
 
 
+# Fields that only servers use: parts of a budget of several models, and work that a server's routes submit.
+OF_SERVERS = frozenset({"device_share", "idle_work"})
 _FIELDS = frozenset(
     field.name for config in (ModelConfig, CacheConfig, EngineConfig, TierConfig) for field in fields(config)
-) - {"model"}
+) - {"model", *OF_SERVERS}
 
 
 def _did_you_mean(near: list[str]) -> str:

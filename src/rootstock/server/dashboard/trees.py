@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -22,7 +23,7 @@ SLICE_S = 0.002  # of the engine's thread between two steps
 _SHARE_OF_STEP, _LONGEST_SLICE_S = 0.01, 0.02
 LEAST_PAUSE_S, MOST_PAUSE_S = 2.0, 60.0
 PAUSE_PER_WORK = 100  # walks take 1 % of the engine's time at most
-FORGET_S = 60.0  # without a page that asks
+FORGET_S = 3 * MOST_PAUSE_S  # without a page that asks
 _ALIGNMENT = 8
 
 
@@ -116,6 +117,9 @@ class Trees:
         self._engine = engine
         self._names = names
         self._picture: Picture | None = None
+        self._serial = 0
+        # Numbers of nodes, also of pictures that were forgotten: a page may still ask about one of theirs.
+        self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
         self._forget: asyncio.TimerHandle | None = None
         self._due = 0.0  # when the next walk may begin, by time.monotonic
@@ -141,6 +145,7 @@ class Trees:
         picture = self._picture
         if picture is None:
             return None
+        self._forget_later()
         return await asyncio.to_thread(self._engine.node_detail, picture.walk, number)
 
     async def prefix(self, number: int) -> tuple[Namespace, Tokens] | None:
@@ -148,13 +153,14 @@ class Trees:
         picture = self._picture
         if picture is None:
             return None
+        self._forget_later()
         return await asyncio.to_thread(self._engine.node_prefix, picture.walk, number)
 
     async def _renew(self) -> None:
         try:
             previous = self._picture
-            serial = 1 if previous is None else previous.serial + 1
-            made, work_s = await asyncio.to_thread(self._walk, previous, serial)
+            self._serial += 1
+            made, work_s = await asyncio.to_thread(self._walk, previous, self._serial)
             self._picture = made
             self._pause_s = min(max(work_s * PAUSE_PER_WORK, LEAST_PAUSE_S), MOST_PAUSE_S)
             self._due = time.monotonic() + self._pause_s
@@ -164,7 +170,7 @@ class Trees:
     def _walk(self, previous: Picture | None, serial: int) -> tuple[Picture, float]:
         """Walks in slices between the engine's steps. Returns the picture and the time of the engine's thread."""
         engine, work_s = self._engine, 0.0
-        walk = engine.walk_tree(None if previous is None else previous.walk)
+        walk = engine.walk_tree(self._numbers, None if previous is None else previous.walk)
         slice_s, goes_on = SLICE_S, True
         while goes_on:
             began = time.perf_counter()

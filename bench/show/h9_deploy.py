@@ -1,4 +1,4 @@
-"""H6: the server's stage of deploy/Dockerfile, run by its own instructions in a clean directory, without Docker.
+"""H9: the server's stage of deploy/Dockerfile, run by its own instructions in a clean directory, without Docker.
 
 COPY, RUN and ENV are carried out below a temporary directory, which stands for the image's /opt. The server starts
 by ENTRYPOINT and CMD, with the variables of compose.yml and a small model that is made here. Its probes are asked, it
@@ -24,7 +24,7 @@ from common import ROOT, argument_parser, conclude, could_not, exactly
 from deploy.dockerfiles import Instruction, stage_of
 from rootstock.bench.tiny_model import ensure_tiny_model
 
-SHOW = "H6"
+SHOW = "H9"
 ROOT_OF_IMAGE = "/opt/"
 INSTALL_LIMIT_S = 1800
 START_LIMIT_S = 300

@@ -1,4 +1,4 @@
-"""H4, second half: LoRA adapters on one base, and embeddings.
+"""H8, the second half of line 4: LoRA adapters on one base, and embeddings.
 
 served     a server with eight adapters of one base: their requests and the base's, all at once over HTTP, have the
            greedy float32 answers of each alone, which are those of transformers with merged weights. PEFT makes and
@@ -72,7 +72,7 @@ def main() -> None:
         if "embedded" in chosen:
             figures |= embedded(Path(folder))
             bars |= {"embedding_difference": at_most(2e-5)}
-    conclude("H4 adapters", figures, bars)
+    conclude("H8", figures, bars)
 
 
 # ---- eight adapters over HTTP
