@@ -150,9 +150,10 @@ class BudgetShare:
 
     def drop_pin_elsewhere(self) -> bool:
         """Releases a pin of another cache. Returns False if there is none."""
-        return any(
-            other._pinning is not None and other._pinning.drop_own_pin() for other in self.budget.beside(self)
-        )
+        return any(other.drop_own_pin() for other in self.budget.beside(self))
+
+    def drop_own_pin(self) -> bool:
+        return self._pinning is not None and self._pinning.drop_own_pin()
 
     @property
     def excess_bytes(self) -> int:
