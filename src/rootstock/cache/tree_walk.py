@@ -72,8 +72,8 @@ class NodeColumns:
 
 
 class TreeWalk:
-    """A walk over the trees of all namespaces. `previous` is the last walk, whose numbers of nodes it repeats. Other nodes
-    get the next ones of `numbers`.
+    """A walk over the trees of all namespaces. `previous` is the last walk, whose numbers of nodes it repeats. Other
+    nodes get the next ones of `numbers`.
 
     Belongs to the thread that owns the cache.
     """
