@@ -12,7 +12,7 @@ from cli.running import Run
 from rootstock.config import ServerConfig
 from rootstock.testing.fake_runtime import FULL, STATE
 from server.conftest import GREEDY, Served, served_by_oracle, user
-from tiers.helpers import open_tier, record_of
+from tiers.helpers import open_tier, records
 
 TEXT = "How do trees grow, and why do they shed their leaves? " * 4
 KEY = b"a secret of both servers"
@@ -122,7 +122,7 @@ def test_wrong_uses_are_one_line(servers: tuple[Served, Served], rootstock: Run,
 
 def test_archives_of_directories_are_signed(rootstock: Run, tmp_path: Path, keys: tuple[Path, Path]) -> None:
     tier = open_tier(tmp_path / "tier", 16 << 20)
-    tier.store([record_of(range(32), 0, 1000)])
+    tier.store(records(3))
     tier.close()
     out, right, wrong = tmp_path / "all", *keys
 

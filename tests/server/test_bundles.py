@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import xxhash
 
 from rootstock.cache.families import Family
 from rootstock.config import ServerConfig
-from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
+from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
 from rootstock.tiers.disk.archive import BUNDLE_TYPE, Manifest, read_manifest
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.signature import SIGNATURE_BYTES, BundleKey, Signer
@@ -403,7 +402,7 @@ def test_bundles_are_for_operators_alone(serve_as: Serve) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
 
 
-# -- public heads, adapters, tiers -------------------------------------------------------------------------------------
+# -- public heads, adapters, tiers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("families", [(FULL,), (FULL, window(7), STATE)], ids=["full", "hybrid"])

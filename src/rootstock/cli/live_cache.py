@@ -1,4 +1,4 @@
-"""The forms of `rootstock cache export` and `import` for the cache of a running server, and signatures of archives."""
+"""Forms of `rootstock cache export` and `import` for the cache of a running server, and signatures of archives."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -178,7 +179,7 @@ class PrefixExport:
             return
         while self._block * size < position:
             end = min(self._block + self._transfer.piece_blocks(family), -(-position // size))
-            yield from self._copied(lambda end=end: self._blocks(position, end))  # type: ignore[misc]
+            yield from self._copied(partial(self._blocks, position, end))
             self._block = end
         self._block = position // size  # a later piece has more of a partly filled block
 
@@ -258,7 +259,7 @@ class BundleImport:
         context_limit: int,
         vocab_size: int,
     ) -> None:
-        """`scope_of` returns the scope of tokens of the importer's salt and adapter; `transfer_in` a transfer in it."""
+        """`scope_of` returns the scope of tokens for the importer's salt and adapter, `transfer_in` its transfer."""
         self._transfer_in = transfer_in
         self._namespace = namespace
         transfer = self._transfer = transfer_in(Scope(namespace))
@@ -303,15 +304,15 @@ class BundleImport:
             raise BundleRefused(
                 f"it has {len(tokens):,} tokens, and this server's context limit is {self._context_limit:,}"
             )
-        if len(tokens) and not (0 <= tokens.min() and tokens.max() < self._vocab_size):
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size):
             raise BundleRefused("it has tokens that are not in the model's vocabulary")
         if len(prefix.positions) > MAX_POSITIONS:
             raise BundleRefused(f"it has more than {MAX_POSITIONS:,} positions to resume from")
         scope = self._scope_of(tokens)
         if scope.public_tokens != prefix.public_tokens:
             raise BundleRefused(
-                f"its first {prefix.public_tokens:,} tokens are a public head, and {scope.public_tokens:,} are on this "
-                "server: give both the same --public-prompts, and a salt of the same kind"
+                f"its first {prefix.public_tokens:,} tokens are a public head, and {scope.public_tokens:,} are here: "
+                "give both servers the same --public-prompts, and a salt of the same kind"
             )
         self._transfer = self._transfer_in(scope)
         self._verify_records(manifest, tokens)
@@ -399,7 +400,7 @@ class BundleImport:
             if hit is None:
                 return True
             payloads = {identity.key: self._payload(identity) for identity in hit.identities}
-            step: _Step = self._transfer.call(lambda each=payloads: self._publish(tokens, position, each))
+            step: _Step = self._transfer.call(partial(self._publish, tokens, position, payloads))
             if step is _Step.NO_MEMORY:
                 return False
         return False

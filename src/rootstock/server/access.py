@@ -58,8 +58,8 @@ OPEN_FILES = "/dashboard/page/"  # of the dashboard: everybody may read its scri
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
-# The route that takes a bundle: it writes the body to a file as it comes, instead of holding it. Browsers send the type
-# of bundles to another origin only after a preflight.
+# The route that takes a bundle: it writes the body to a file as it comes, instead of holding it. Browsers send the
+# type of bundles to another origin only after a preflight.
 IMPORT_PATH = "/v1/cache/import"
 
 # The guard's entries in a request's state.
