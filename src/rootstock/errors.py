@@ -418,6 +418,35 @@ class PinNotGranted(RequestError):
         super().__init__(f"Nothing is pinned: {reason}.")
 
 
+class PrefixNotCached(RequestError):
+    code = "prefix_not_cached"
+    http_status = 404
+
+    def __init__(self) -> None:
+        super().__init__(
+            "None of this prompt is cached: there is nothing to export. Send it in a request before, or warm it."
+        )
+
+
+class BundleRefused(RequestError):
+    code = "bundle_refused"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The bundle is refused: {reason}. Nothing was imported.")
+        self.reason = reason
+
+
+class ImportsOff(RequestError):
+    code = "imports_off"
+    http_status = 403
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server takes no bundles: start it with --bundle-key FILE, the key that signs them, or with "
+            "--unsigned-imports if everything that reaches it can be trusted."
+        )
+
+
 class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 
@@ -519,9 +548,9 @@ class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, option: str = "--max-body") -> None:
         super().__init__(
-            f"The body of the request has more than {limit_bytes:,} bytes (--max-body). Send less at once."
+            f"The body of the request has more than {limit_bytes:,} bytes ({option}). Send less at once."
         )
 
 
@@ -529,10 +558,11 @@ class ContentTypeNotJson(RequestError):
     code = "unsupported_media_type"
     http_status = 415
 
-    def __init__(self, header: str, value: str) -> None:
+    def __init__(self, header: str, value: str, expected: str = "application/json") -> None:
+        utf8 = "in UTF-8 and " if expected == "application/json" else ""
         super().__init__(
-            f"The request's {header} is {_SHORT.repr(value)}. Send the body as 'Content-Type: application/json', "
-            "in UTF-8 and without a Content-Encoding."
+            f"The request's {header} is {_SHORT.repr(value)}. Send the body as 'Content-Type: {expected}', "
+            f"{utf8}without a Content-Encoding."
         )
 
 
@@ -639,6 +669,13 @@ class ClearUnderWay(Overloaded):
 
     def __init__(self) -> None:
         super().__init__("Records are being removed for an earlier request. Try again in a moment.")
+
+
+class TransferUnderWay(Overloaded):
+    code = "transfer_under_way"
+
+    def __init__(self) -> None:
+        super().__init__("As many bundles are moved as this server moves at once. Try again in a moment.")
 
 
 class IdleWorkFull(Overloaded):

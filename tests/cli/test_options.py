@@ -68,6 +68,9 @@ VALUES = {
     "admin-key": "secret-2",
     "explain": "all",
     "max-body": "2MiB",
+    "bundle-key": "{bundle}",
+    "unsigned-imports": "true",
+    "max-bundle": "3GiB",
     "max-connections": "11",
     "sse-keep-alive": "3s",
     "allowed-origins": "https://a.example,https://b.example",
@@ -93,7 +96,9 @@ VALUES = {
 def files(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "template").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
+    (tmp_path / "bundle").write_text("a secret of both servers")
     found = {"{template}": "template", "{keys}": "keys", "{store}": "store", "{public}": "public"}
+    found["{bundle}"] = "bundle"
     found = {name: str(tmp_path / file) for name, file in found.items()}
     return {name: found.get(value, value) for name, value in VALUES.items()}
 

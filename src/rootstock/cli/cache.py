@@ -1,5 +1,7 @@
 """`rootstock cache`: inspects a directory of the disk tier that no server uses, and moves records in and out.
 
+Prefixes move in and out of running servers in `live_cache`.
+
 The tier stores records. A user knows prompts: `Prefixes` chains the records into them.
 """
 
@@ -11,7 +13,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ import typer
 
 from rootstock.cache.keys import Identity, Kind, RecordKey
 from rootstock.cache.types import Tokens
+from rootstock.cli import live_cache as live
 from rootstock.cli import options
 from rootstock.cli.output import Column, age, counted, iso_time, print_table, progress_bar
 from rootstock.config import parse_bytes
@@ -40,6 +43,7 @@ from rootstock.tiers.disk.prefixes import (
     is_orphan,
 )
 from rootstock.tiers.disk.reports import Failure, NotExported
+from rootstock.tiers.disk.signature import BundleKey
 from rootstock.tiers.disk.space import Budget, Usage, measure
 from rootstock.tiers.disk.tier import SEGMENT_BYTES, DiskTier, Progress
 from rootstock.units import in_units
@@ -56,8 +60,12 @@ _SAME_SERVER = "Only a server with the same weights, dtype and tenant can use th
 cache_app = typer.Typer(no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Directory that servers get as --disk-dir.")]
-Archive = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Archive that `rootstock cache export` writes.")
+Paths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="[DIR] FILE",
+        help="Directory that servers get as --disk-dir, and the archive. The archive alone for a running server.",
+    ),
 ]
 TokenizerOf = Annotated[
     str | None,
@@ -243,10 +251,7 @@ def _columns(now_s: float, *, with_text: bool) -> list[Column[Prefix]]:
     ),
 )
 def export(
-    folder: Folder,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Archive to write. An older archive is replaced.")
-    ],
+    paths: Paths,
     namespace: Annotated[
         str | None,
         typer.Option(metavar="HEX", help="Only records of this namespace: its first characters, as in ls."),
@@ -269,10 +274,38 @@ def export(
             metavar="SIZE", help="Maximum size of the records: the most recently used, with their prefixes."
         ),
     ] = None,
+    sign_key: live.SignKey = None,
+    from_url: live.From = None,
+    prefix: live.PrefixFile = None,
+    api_key: live.ApiKey = None,
+    tenant: live.TenantName = None,
 ) -> None:
     """Write records to one file: all, or those of a namespace or a prefix.
 
-    Only a server with the same weights, dtype and tenant can use them. The file holds the prompts as tokens."""
+    With --from, write the prefix of one prompt that a running server has cached. Only a server with the same weights,
+    dtype and tenant can use them. The file holds the prompts as tokens."""
+    key_of_file = None if sign_key is None else BundleKey.read("--sign-key", sign_key)
+    if from_url is not None:
+        [file] = _paths(paths, 1, "--from")
+        _refuse_beside(
+            "--from",
+            {
+                "--namespace": namespace,
+                "--key": key,
+                "--prefix-text": prefix_text,
+                "--prefix-tokens": prefix_tokens,
+                "--tokenizer": tokenizer,
+                "--limit-bytes": limit_bytes,
+            },
+        )
+        if prefix is None:
+            raise StartupError("--from needs --prefix FILE, the prompt whose prefix is exported.")
+        _refuse_to_overwrite(file)
+        live.export(from_url, prefix, file, key_of_file, api_key, tenant)
+        print(_SAME_SERVER)
+        return
+    _refuse_beside("DIR", {"--prefix": prefix, "--tenant": tenant})
+    folder, file = _paths(paths, 2, "--from")
     if sum(option is not None for option in (key, prefix_text, prefix_tokens)) > 1:
         raise StartupError("--key, --prefix-text and --prefix-tokens each choose a prefix: give one of them.")
     if prefix_text is not None and tokenizer is None:
@@ -302,6 +335,8 @@ def export(
             written = tier.export(_counting(chosen, progress), file)
     if isinstance(written, NotExported):
         raise StartupError(f"Nothing was exported: {written.reason}")
+    if key_of_file is not None:
+        live.signed(file, key_of_file)
     print(f"{counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}.")
     print(_SAME_SERVER)
     if written.failures:
@@ -323,13 +358,33 @@ def export(
     ),
 )
 def import_(
-    folder: Folder,
-    file: Archive,
-    disk_budget: options.DiskBudget,
+    paths: Paths,
+    disk_budget: Annotated[str | None, options.DISK_BUDGET] = None,
+    verify_key: live.VerifyKey = None,
+    to_url: live.To = None,
+    model: live.ModelName = None,
+    api_key: live.ApiKey = None,
+    tenant: live.TenantName = None,
+    cache_salt: live.CacheSalt = None,
 ) -> None:
     """Add the records of a file to a directory, after verifying each. A missing directory is created.
 
-    Only a server with the same weights, dtype and tenant can use them."""
+    With --to, put the prefix of a file into the cache of a running server. Only a server with the same weights, dtype
+    and tenant can use them."""
+    key = None if verify_key is None else BundleKey.read("--verify-key", verify_key)
+    if to_url is not None:
+        [file] = _paths(paths, 1, "--to")
+        if key is not None:
+            live.refuse_untrusted(file, key)
+        if not live.import_(to_url, file, model, api_key, tenant, cache_salt):
+            raise typer.Exit(EXIT_DAMAGED)
+        return
+    _refuse_beside("DIR", {"--model": model, "--tenant": tenant, "--cache-salt": cache_salt})
+    folder, file = _paths(paths, 2, "--to")
+    if disk_budget is None:
+        raise typer.BadParameter("give the server's --disk-budget.", param_hint="--disk-budget")
+    if key is not None:
+        live.refuse_untrusted(file, key)
     cap_bytes = parse_bytes(disk_budget, "--disk-budget")
     places = read_places(Files(), file)
     if isinstance(places, Unreadable):
@@ -411,6 +466,21 @@ def warm(
             print(f"{one.place}: not cached: {reason}")
     if missing:
         raise typer.Exit(EXIT_DAMAGED)
+
+
+def _paths(paths: Sequence[Path], count: int, option: str) -> Sequence[Path]:
+    if len(paths) != count:
+        raise typer.BadParameter(
+            f"give DIR and FILE, or FILE alone with {option} URL.", param_hint="[DIR] FILE"
+        )
+    return paths
+
+
+def _refuse_beside(form: str, others: Mapping[str, object]) -> None:
+    """Raise StartupError for options of the other form."""
+    for option, value in others.items():
+        if value is not None:
+            raise StartupError(f"{option} does not go with {form}: leave it out.")
 
 
 def _refuse_to_overwrite(file: Path) -> None:

@@ -43,6 +43,7 @@ from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
 from rootstock.server.declared_prompts import check_warm_file, read_warm_file
+from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -163,6 +164,9 @@ def serve(
     public_prompts: options.PublicPrompts = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
+    bundle_key: options.BundleKeyFile = None,
+    unsigned_imports: options.UnsignedImports = _SERVER.unsigned_imports,
+    max_bundle: options.MaxBundle = "1GiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
     responses_file: options.ResponsesStore = None,
     responses_budget_bytes: options.ResponsesBudget = "128MiB",
@@ -241,6 +245,9 @@ def serve(
         public_prompts=public_prompts,
         explain=explain,
         max_body_bytes=parse_bytes(max_body, "--max-body"),
+        bundle_key=None if bundle_key is None else BundleKey.read("--bundle-key", bundle_key).secret,
+        unsigned_imports=unsigned_imports,
+        max_bundle_bytes=parse_bytes(max_bundle, "--max-bundle"),
         max_connections=max_connections,
         responses_file=responses_file,
         responses_budget_bytes=parse_bytes(responses_budget_bytes, "--responses-budget"),

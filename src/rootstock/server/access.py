@@ -47,6 +47,7 @@ from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
+from rootstock.tiers.disk.archive import BUNDLE_TYPE
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/dashboard/session
 OPEN_FILES = "/dashboard/page/"  # of the dashboard: everybody may read its scripts
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
+
+# The route that takes a bundle: it writes the body to a file as it comes, instead of holding it. Browsers send the
+# type of bundles to another origin only after a preflight.
+IMPORT_PATH = "/v1/cache/import"
 
 # The guard's entries in a request's state.
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
@@ -221,10 +226,10 @@ async def tenant_of(
     ] = "",
 ) -> str:
     """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
-    return _tenant_of(request)
+    return tenant_in_head(request)
 
 
-def _tenant_of(request: Request) -> str:
+def tenant_in_head(request: Request) -> str:
     """Returns the tenant of the key, or else of X-Cache-Salt, or else "". Raises InvalidParameter."""
     named = request.headers.getlist(SALT_HEADER)
     if len(named) > 1:
@@ -272,7 +277,7 @@ def is_for_metrics(request: Request) -> bool:
 
 def names_tenant(request: Request) -> bool:
     """Returns whether the request is for one tenant, without the admin key."""
-    return not caller_of(request).has_admin_key and bool(_tenant_of(request))
+    return not caller_of(request).has_admin_key and bool(tenant_in_head(request))
 
 
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
@@ -306,6 +311,7 @@ class Guard:
         self._reading_keys = anyio.Lock()
         self._limiter = RateLimiter(clock)
         self._max_body_bytes = config.max_body_bytes
+        self._max_bundle_bytes = config.max_bundle_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
         self._origins = frozenset(config.allowed_origins)
@@ -374,6 +380,10 @@ class Guard:
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
+        if scope["path"] == IMPORT_PATH:  # bounds its body itself
+            with self._drain.request():
+                await self._app(scope, receive, send)
+            return
 
         async def receive_counted() -> Message:
             nonlocal held_bytes
@@ -426,11 +436,16 @@ class Guard:
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")
-        if int(length) > self._max_body_bytes:
+        if path == IMPORT_PATH:
+            if int(length) > self._max_bundle_bytes:
+                return BodyTooLarge(self._max_bundle_bytes, "--max-bundle")
+        elif int(length) > self._max_body_bytes:
             return BodyTooLarge(self._max_body_bytes)
         if method not in _SAFE_METHODS:
             if self._drain.is_draining:
                 return Draining()
+            if path == IMPORT_PATH:
+                return _refusal_of_bundle_type(headers)
             return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
         return None
 
@@ -470,6 +485,14 @@ def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError
     utf8 = charset is None or charset[1].lower() in (b"utf-8", b"utf8")
     if not _JSON.fullmatch(content_type.strip()) or not utf8:
         return ContentTypeNotJson("Content-Type", _text(declared or b""))
+    return None
+
+
+def _refusal_of_bundle_type(headers: Headers) -> RootstockError | None:
+    for name, allowed in (("Content-Encoding", "identity"), ("Content-Type", BUNDLE_TYPE)):
+        sent = _text(headers.get(name.lower().encode(), b"identity" if name == "Content-Encoding" else b""))
+        if sent.strip().lower() != allowed:
+            return ContentTypeNotJson(name, sent, BUNDLE_TYPE)
     return None
 
 

@@ -27,6 +27,7 @@ from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
+    LoadResult,
     LoadsOnly,
     Miss,
     MissKind,
@@ -399,7 +400,7 @@ class TierConnector:
         """Reads a few records to measure the tier's speed."""
         if self._probing:
             return
-        identities = self._stored.some(PROBE_RECORDS) if hit is None else _identities(hit)[:PROBE_RECORDS]
+        identities = self._stored.some(PROBE_RECORDS) if hit is None else hit.identities[:PROBE_RECORDS]
         tasks: list[LoadTask] = []
         total = 0
         for identity in identities:
@@ -449,6 +450,10 @@ class TierConnector:
         """
         self._writer.drain()
         self._tier.clear(namespace.digest())
+
+    def read(self, identity: Identity) -> LoadResult:
+        """Reads a record for an export. Waits for the tier: for any thread but the engine's."""
+        return self._tier.load(identity)
 
     def _clear_now(self) -> None:
         self._clear_asked = False
@@ -505,8 +510,3 @@ def _state_name(state: TierState) -> str:
             return "loads only"
         case Off():
             return "off"
-
-
-def _identities(hit: TierHit) -> list[Identity]:
-    found = [block.identity for block in hit.blocks]
-    return found if hit.state is None else [*found, hit.state]

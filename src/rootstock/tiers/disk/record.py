@@ -30,6 +30,7 @@ _PREFIX = struct.Struct("<8sIQ16s")
 _SIZES = struct.Struct("<IQ")
 _IDENTITY = struct.Struct("<16s16s16sBIQIHH")
 _CHUNK_BYTES = MIB
+_MOST_START = 1 << 48  # position
 _SMALL_HEADER_BYTES = 1 << 16  # up to this size the header is read with its prefix, in one call
 
 PREFIX_BYTES = _PREFIX.size
@@ -78,13 +79,22 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
     if len(body) < _IDENTITY.size or xxhash.xxh3_64(body).digest() != check:
         return None
     namespace, parent, own, kind, layers, start, tokens, family, dtype = _IDENTITY.unpack_from(body)
+    # The checksum is no proof: an archive may come from anybody.
+    if len(body) != _IDENTITY.size + family + dtype + 4 * tokens or not layers or kind not in tuple(Kind):
+        return None
+    if (Kind(kind) is Kind.BLOCKS and not tokens) or start > _MOST_START:
+        return None
     names = bytes(body[_IDENTITY.size : _IDENTITY.size + family + dtype])
     run = np.frombuffer(body, "<i4", count=tokens, offset=_IDENTITY.size + family + dtype)
+    try:
+        family_name, dtype_name = names[:family].decode(), names[family:].decode()
+    except UnicodeDecodeError:
+        return None
     return Identity(
         namespace,
-        names[:family].decode(),
+        family_name,
         layers,
-        names[family:].decode(),
+        dtype_name,
         Kind(kind),
         start,
         run.astype(np.int32),
