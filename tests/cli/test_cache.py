@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cli.running import Ran, Run
+from cli.test_options import VALUES
 from rootstock.cache.keys import Kind, Namespace, identify, prefix_digest
 from rootstock.cache.types import Tokens
 from rootstock.cli.cache import cache_app
@@ -517,6 +518,9 @@ def test_the_guide_names_only_options_that_the_commands_have() -> None:
     known = {
         option for command in group.commands.values() for param in command.params for option in param.opts
     }
+    commands, bundles = commands.split("## Bundles")
     asked = set(re.findall(r"--[a-z-]+[a-z]", commands))
     assert len(asked) >= 9
     assert asked <= known
+    of_servers = {f"--{name}" for name in VALUES}
+    assert set(re.findall(r"--[a-z-]+[a-z]", bundles)) <= known | of_servers

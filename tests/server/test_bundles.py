@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ import httpx
 import pytest
 import xxhash
 
-from rootstock.cache.families import Family
-from rootstock.config import ServerConfig
-from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
+from rootstock.cache.families import Family, row_bytes
+from rootstock.config import CacheConfig, ServerConfig, TierConfig
+from rootstock.engine.build import Assembly, assemble
+from rootstock.server.app import create_app
+from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 from rootstock.tiers.disk.archive import BUNDLE_TYPE, Manifest, read_manifest
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.signature import SIGNATURE_BYTES, BundleKey, Signer
 from server.conftest import GREEDY, Json, Served, assert_error, served_by_oracle, user
+from waiting import HANG_S
 
 KEY = b"a secret of both servers"
 SIGNED = ServerConfig(aliases=(), bundle_key=KEY)
@@ -434,3 +440,125 @@ def test_a_public_head_moves_with_its_tail(
     least = 100 if families == (FULL,) else len(head)  # a state of the whole prompt is one token too long
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= least
     other.settled()
+
+
+def test_an_adapters_prefix_is_imported_for_the_same_adapter_alone(serve_as: Serve, tmp_path: Path) -> None:
+    from checkpoints import tiny_model  # imports torch
+    from lora import linears_of, save_adapter
+
+    model = tiny_model("llama")
+    for seed, name in enumerate(("a", "b")):
+        save_adapter(tmp_path / name, model, linears_of(model, "q_proj"), seed=seed)
+    server = ServerConfig(aliases=(), bundle_key=KEY, adapter_directories=(tmp_path,))
+    one, other = serve_as(server), serve_as(server)
+    for served in (one, other):
+        for name in ("a", "b"):
+            body = {"lora_name": name, "lora_path": str(tmp_path / name)}
+            assert served.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    first, _ = asked(one, model="a")
+    bundle = export(one, model="a", messages=user(TEXT))
+    for wrong in ({}, {"model": "b"}):
+        assert_error(import_(other, bundle, params=wrong), 400, "bundle_refused", "LoRA adapter")
+    assert import_(other, bundle, params={"model": "a"}).json()["state"] == "cached"
+    assert asked(other)[1] == asked(other, model="b")[1] == 0
+    assert asked(other, model="a") == (first, 235)
+    assert_error(import_(other, bundle, params={"model": "c"}), 404, "model_not_found")
+
+
+@contextlib.contextmanager
+def served_on_disk(folder: Path, families: Sequence[Family]) -> Iterator[tuple[httpx.Client, Assembly]]:
+    tokenizer = ByteTokenizer()
+    runtime = FakeRuntime(
+        tokenizer.vocab_size, 4096, families=families, eos_token_ids=tokenizer.eos_token_ids
+    )
+    budget = 2000 * sum(row_bytes(family, 8) for family in families)
+    made = assemble(runtime, tokenizer, CacheConfig(8, budget), tier=TierConfig(disk_dir=folder))
+    app = create_app(made, SIGNED)
+    with (
+        made.engine,
+        running(app, made.engine) as url,
+        httpx.Client(base_url=url, timeout=HANG_S) as client,
+    ):
+        yield client, made
+
+
+@pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
+def test_a_prefix_on_disk_is_exported(families: Sequence[Family], serve_as: Serve, tmp_path: Path) -> None:
+    body = {"messages": user(TEXT), "max_tokens": 8, **GREEDY}
+    with served_on_disk(tmp_path, families) as (client, _):
+        for _ in range(2):
+            first = client.post("/v1/chat/completions", json=body).json()["choices"]
+    other, third = serve_as(families=families), serve_as(families=families)
+    longer = TEXT + "And a word more."
+    with served_on_disk(tmp_path, families) as (client, made):  # after a restart, memory is empty
+        bundle = client.post("/v1/cache/export", json={"messages": user(TEXT)}).content
+        assert made.engine.stats().cache.cached_blocks == 0  # nothing was loaded for it
+        client.post("/v1/cache/export", json={"messages": user(longer)})
+        told = import_(other, bundle).json()
+        assert told["state"] == "cached"
+        answer = other.chat(TEXT, max_tokens=8, **GREEDY).json()
+        assert answer["choices"] == first
+        # A part of the prompt is in memory, and its end on disk.
+        client.post("/v1/chat/completions", json=body | {"messages": user(TEXT[:70])})
+        both = client.post("/v1/cache/export", json={"messages": user(TEXT)}).content
+        assert import_(third, both).json()["state"] == "cached"
+        assert third.chat(TEXT, max_tokens=8, **GREEDY).json()["choices"] == first
+    other.settled()
+    third.settled()
+
+
+@pytest.mark.parametrize("families", [(FULL,), (FULL, window(7), STATE)], ids=["full", "hybrid"])
+def test_imports_and_exports_beside_requests_change_no_answer(
+    families: Sequence[Family], serve_as: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports into a cache that requests fill, so that parts are evicted while they arrive."""
+    monkeypatch.setattr("rootstock.engine.transfer.PIECE_BYTES", 1)
+    one, other = serve_as(families=families), serve_as(families=families, blocks=80)
+    texts = [TEXT[:150] + end for end in ("one", "two", "three", "four")]
+    expected = {text: asked(one, text)[0] for text in texts}
+    bundles = [export(one, text) for text in texts]
+
+    def move(bundle: bytes) -> None:
+        with httpx.Client(base_url=other.url, timeout=HANG_S) as client:
+            headers = {"Content-Type": BUNDLE_TYPE}
+            while (
+                done := client.post("/v1/cache/import", content=bundle, headers=headers)
+            ).status_code == 429:
+                pass
+            assert done.status_code == 200, done.text
+            client.post("/v1/cache/export", json={"messages": user(texts[0])})
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            moves = [pool.submit(move, bundle) for bundle in bundles]
+            for text in texts:
+                assert asked(other, text)[0] == expected[text]
+            for one_move in moves:
+                one_move.result()
+    other.settled()
+    other.assembly.engine.clear_cache()
+    assert other.assembly.engine.stats().cache.cached_blocks == 0
+
+
+def test_a_real_models_prefix_gives_the_same_answer(checkpoint: Path) -> None:
+    from rootstock.config import ModelConfig
+    from rootstock.engine.build import build_engine
+
+    body = {"messages": user(TEXT[:120]), "max_tokens": 12, **GREEDY}
+    model = ModelConfig(str(checkpoint), device="cpu", dtype="float32", threads=1)
+    made = [build_engine(model, CacheConfig(budget_bytes=8 << 20)) for _ in range(2)]
+    with contextlib.ExitStack() as opened:
+        clients = []
+        for each in made:
+            opened.enter_context(each.engine)
+            url = opened.enter_context(running(create_app(each, SIGNED), each.engine))
+            clients.append(opened.enter_context(httpx.Client(base_url=url, timeout=HANG_S)))
+        one, other = clients
+        first = one.post("/v1/chat/completions", json=body).json()
+        bundle = one.post("/v1/cache/export", json={"messages": user(TEXT[:120])}).content
+        told = other.post("/v1/cache/import", content=bundle, headers={"Content-Type": BUNDLE_TYPE}).json()
+        assert told["state"] == "cached"
+        answer = other.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"] == first["choices"]
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1

@@ -18,9 +18,10 @@ import xxhash
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import FullAttention, RecurrentState
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, identify
 from rootstock.cache.lease import Deferred, Match, ReleaseReason
 from rootstock.cache.plan import HostBytes, Load, Plan, Store
+from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import Tokens
 from rootstock.cache.write_back import WriteBackQueue
@@ -153,9 +154,33 @@ class PrefixExport:
                 loaded = connector.read(identity)
                 if isinstance(loaded, Miss):
                     raise _Ended
-                self._written.add(identity.key)
-                yield Record(identity, loaded.payload)
+                record = self._cut(Record(identity, loaded.payload))
+                if record.identity.key not in self._written:
+                    self._written.update((identity.key, record.identity.key))
+                    yield record
         self._positions.append(hit.position)
+
+    def _cut(self, record: Record) -> Record:
+        """Cuts a stored block that goes on with other tokens than the prompt, such as those of an answer."""
+        identity, size = record.identity, len(record.identity.tokens)
+        agreed = common_prefix(identity.tokens, self._tokens[identity.start :])
+        if agreed == size:
+            return record
+        views = record.views()
+        if identity.kind is Kind.STATE or any(view.nbytes % size for view in views):
+            raise _Ended
+        prefix, scope = self._tokens[: identity.start + agreed], self._transfer.scope
+        shorter = identify(
+            scope.of(len(prefix)),
+            identity.family,
+            identity.layers,
+            identity.dtype,
+            Kind.BLOCKS,
+            prefix,
+            identity.start,
+        )
+        # Each buffer of a block has its positions in order.
+        return Record(shorter, [view[: view.nbytes // size * agreed] for view in views])
 
     def _whole(self) -> Match:
         return self._transfer.match(self._tokens, len(self._tokens))
