@@ -50,7 +50,9 @@ class Provenance:
     def judge(self, scope: Scope, tokens: Tokens, hit: int) -> None:
         # A tier may also have what the tenant computed for a prompt that ended within the head.
         own = _positions(Scope(scope.namespace), tokens, 0, hit)
-        named = enumerate(zip(_positions(scope, tokens, 0, hit), own, strict=True))
+        # And a block of the tenant's own, in which a longer head ends, has positions of that head: they are public.
+        public = _positions(Scope(scope.namespace, hit), tokens, 0, hit)
+        named = enumerate(zip(_positions(scope, tokens, 0, hit), own, public, strict=True))
         foreign = [at for at, either in named if self._computed.isdisjoint(either)]
         assert not foreign, f"a hit of {hit} tokens has positions of another tenant, from {foreign[0]} on"
         self.public_hits += 0 < hit <= scope.public_tokens

@@ -37,7 +37,7 @@ def traced() -> Iterator[tuple[str, InMemorySpanExporter]]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with served_by_oracle() as served:
         made = replace(served.assembly, defaults=SamplingDefaults())
-        app = create_app(made, ServerConfig(), Tracing(provider))
+        app = create_app(made, ServerConfig(), tracing=Tracing(provider))
         with running(app, served.assembly.engine) as url:
             yield url, exporter
 
