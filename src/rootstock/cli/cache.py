@@ -442,9 +442,8 @@ def warm(
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     missing = 0
     declared = list(read_warm_file("FILE", file))
-    address = url.removesuffix("/").removesuffix("/v1")
     with (
-        httpx.Client(base_url=address, headers=headers, timeout=None) as client,
+        live.server_client(url, headers) as client,
         progress_bar("Caching prompts", len(declared)) as progress,
     ):
         for one in declared:

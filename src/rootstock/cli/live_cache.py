@@ -72,7 +72,7 @@ def export(
     headers = _headers(api_key, tenant or asked.tenant)
     try:
         with (
-            _client(url, headers) as client,
+            server_client(url, headers) as client,
             client.stream("POST", route, json=asked.body) as response,
         ):
             if response.status_code != 200:
@@ -128,7 +128,7 @@ def import_(
         file_bytes = file.stat().st_size
         headers["Content-Length"] = str(file_bytes)
         with (
-            _client(url, headers) as client,
+            server_client(url, headers) as client,
             progress_bar("Sending", file_bytes) as progress,
         ):
             response = client.post(
@@ -179,13 +179,14 @@ def refuse_untrusted(file: Path, key: BundleKey) -> None:
         raise StartupError(f"{file} can't be imported: {reason}. Nothing was changed.")
 
 
-def _client(url: str, headers: dict[str, str]) -> httpx.Client:
+def server_client(url: str, headers: dict[str, str], timeout_s: float | None = None) -> httpx.Client:
+    """Returns a client of the server at a URL, with or without /v1."""
     import httpx
 
     base = url.rstrip("/").removesuffix("/v1")
     is_local = urlsplit(base).hostname in ("localhost", "127.0.0.1", "::1")
     # The environment's proxies cannot reach this machine's own ports.
-    return httpx.Client(base_url=base, headers=headers, timeout=None, trust_env=not is_local)
+    return httpx.Client(base_url=base, headers=headers, timeout=timeout_s, trust_env=not is_local)
 
 
 def _headers(api_key: str | None, tenant: str | None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from rootstock.cli.config_file import read_bounded
 from rootstock.cli.doctor import doctor
 from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress, announce_drain
+from rootstock.cli.output import LoadProgress
 from rootstock.cli.pins import pin, pins, release
+from rootstock.cli.starting import Start, prepare
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
@@ -38,11 +38,10 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
-from rootstock.logs import announce, configure_logs, log_warnings
+from rootstock.logs import announce, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
-from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
@@ -306,29 +305,14 @@ def run_server(
     warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
-    from rootstock.engine.prompts.public_prompts import read_public_prompts
     from rootstock.engine.sampling_defaults import SamplingDefaults
-    from rootstock.server.access import Keys
-    from rootstock.server.listen import listen, serve, url_of
+    from rootstock.server.listen import serve, url_of
 
-    configure_logs(server.log_format, server.log_level, access=server.access_log)
-    tracing = None
-    if server.traces:
-        from rootstock.server.tracing import open_tracing
-
-        tracing = open_tracing()
-    keys = Keys(server)  # refuses wrong files, before the model is loaded
-    if server.public_prompts is not None:
-        read_public_prompts(server.public_prompts)
-    if warm is not None:
-        check_warm_file("--warm", warm)
-        if not (engine.idle_work and cache.enabled):
-            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
-    listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
+    start = prepare(cache, engine, server, warm)
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
     if is_embedding_model(directory):
-        _serve_embeddings(model, engine, server, directory, listener)
+        _serve_embeddings(model, engine, server, directory, start)
         return
     with LoadProgress() as progress:
         defaults = SamplingDefaults()
@@ -339,56 +323,50 @@ def run_server(
         )
 
     from rootstock.server.app import create_app
-    from rootstock.server.drain import Drain
 
-    drain = Drain(server.drain_timeout_s, announce_drain)
-    web = create_app(replace(made, defaults=defaults), server, drain, keys, tracing)
+    web = create_app(replace(made, defaults=defaults), server, start.drain, start.keys, start.tracing)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
 
     def on_ready() -> None:
-        print(ready_line(made, url_of(listener), cache.block_size), flush=True)
-        if warm is not None:
-            web.state.warmer.start(read_warm_file("--warm", warm))
+        print(ready_line(made, url_of(start.listener), cache.block_size), flush=True)
+        start.warm_up(web)
 
     with made.engine:
         serve(
             web,
             made.engine,
-            listener,
+            start.listener,
             on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
-            drain=drain,
+            drain=start.drain,
         )
-    if tracing is not None:
-        tracing.close()
+    start.close()
 
 
 def _serve_embeddings(
-    model: ModelConfig, engine: EngineConfig, server: ServerConfig, directory: Path, listener: socket.socket
+    model: ModelConfig, engine: EngineConfig, server: ServerConfig, directory: Path, start: Start
 ) -> None:
     """Load an embedding model and serve it until a signal ends the process."""
     from rootstock.runtime.torch.embedder import load_embedder
-    from rootstock.server.drain import Drain
     from rootstock.server.embedding_app import create_embedding_app
     from rootstock.server.listen import serve, url_of
 
     embedder = load_embedder(model, directory)
-    drain = Drain(server.drain_timeout_s, announce_drain)
-    web = create_embedding_app(embedder, server, engine, drain)
+    web = create_embedding_app(embedder, server, engine, start.drain)
     ready = (
-        f"rootstock: {embedder.name} at {url_of(listener)} · embeddings of {embedder.dimensions} dimensions, "
+        f"rootstock: {embedder.name} at {url_of(start.listener)} · embeddings of {embedder.dimensions} dimensions, "
         f"of at most {embedder.most_tokens:,} tokens"
     )
     serve(
         web,
         embedder,
-        listener,
+        start.listener,
         on_ready=lambda: print(ready, flush=True),
         max_connections=server.max_connections,
-        drain=drain,
+        drain=start.drain,
     )
 
 

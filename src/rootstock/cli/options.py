@@ -81,7 +81,7 @@ def option(panel: str, name: str, help: str, **more: Any) -> Any:
     ours = name.split("/")[0].removeprefix("--")
     theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
     variables = [
-        f"{ENV_PREFIX}_{each.removeprefix('--').upper().replace('-', '_')}"
+        f"{ENV_PREFIX}_{each.upper().replace('-', '_')}"
         for each in (ours, *(old for old, now in EARLIER_NAMES.items() if now == ours))
     ]
     return typer.Option(

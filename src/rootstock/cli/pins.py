@@ -12,6 +12,7 @@ import typer
 
 from rootstock.cli import options
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.live_cache import server_client
 from rootstock.cli.output import Column, print_table
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.units import MIB, in_units
@@ -104,13 +105,8 @@ def _ask(url: str, key: str | None, method: str, path: str, body: Any) -> Any:
         raise InvalidOption("--url", url, f"the URL of a server, such as {_LOCAL}")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with httpx.Client(
-            headers=headers,
-            timeout=ANSWERS_WITHIN_S,
-            # The environment's proxies cannot reach this machine's own ports.
-            trust_env=urlsplit(base).hostname not in ("localhost", "127.0.0.1", "::1"),
-        ) as client:
-            answer = client.request(method, base + path, json=body)
+        with server_client(url, headers, ANSWERS_WITHIN_S) as client:
+            answer = client.request(method, path, json=body)
         told = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"No server answers at {base}{path} ({type(error).__name__}).") from error

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress, announce_drain
+from rootstock.cli.output import LoadProgress
+from rootstock.cli.starting import prepare
 from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
-from rootstock.logs import configure_logs
 from rootstock.runtime.model_files import locate, weight_files
-from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
 
 Report = Callable[[str, float], None]
@@ -129,25 +128,9 @@ def run_several(
     warm: Path | None = None,
 ) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
-    from rootstock.engine.prompts.public_prompts import read_public_prompts
-    from rootstock.server.access import Keys
-    from rootstock.server.listen import listen, serve, url_of
+    from rootstock.server.listen import serve, url_of
 
-    configure_logs(server.log_format, server.log_level, access=server.access_log)
-    tracing = None
-    if server.traces:
-        from rootstock.server.tracing import open_tracing
-
-        tracing = open_tracing()
-    if warm is not None:
-        check_warm_file("--warm", warm)
-        if not (engine.idle_work and cache.enabled):
-            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
-
-    keys = Keys(server)  # refuses wrong files, before models are loaded
-    if server.public_prompts is not None:
-        read_public_prompts(server.public_prompts)
-    listener = listen(server.host, server.port)  # before models are loaded, which may take minutes
+    start = prepare(cache, engine, server, warm)
     with LoadProgress() as progress:
         shown: list[Report] = [progress]
 
@@ -158,33 +141,30 @@ def run_several(
         budget = shared_budget(models, cache, report)
 
         from rootstock.server.app import create_app
-        from rootstock.server.drain import Drain
         from rootstock.server.models import ModelRegistry
 
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
         registry = ModelRegistry.of_several(models, load, server, engine, budget)
-        drain = Drain(server.drain_timeout_s, announce_drain)
-        web = create_app(registry, server, drain, keys, tracing)
+        web = create_app(registry, server, start.drain, start.keys, start.tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
     gc.collect()
     gc.freeze()
     listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
-    ready = f"Rootstock serves {listed} at {url_of(listener)}/v1 · {in_units(budget.budget_bytes)} for the KV of all"
+    size = in_units(budget.budget_bytes)
+    ready = f"Rootstock serves {listed} at {url_of(start.listener)}/v1 · {size} for the KV of all"
 
     def on_ready() -> None:
         print(ready, flush=True)
-        if warm is not None:
-            web.state.warmer.start(read_warm_file("--warm", warm))
+        start.warm_up(web)
 
     with registry:
         serve(
             web,
             registry,
-            listener,
+            start.listener,
             on_ready=on_ready,
             max_connections=server.max_connections,
-            drain=drain,
+            drain=start.drain,
         )
-    if tracing is not None:
-        tracing.close()
+    start.close()

@@ -1,0 +1,68 @@
+"""The steps of a server's start that do not depend on its models: before these are loaded, and when it is ready."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rootstock.cli.output import announce_drain
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.errors import InvalidOption
+from rootstock.logs import configure_logs
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rootstock.server.access import Keys
+    from rootstock.server.drain import Drain
+    from rootstock.server.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The parts of a server that exist before its models."""
+
+    listener: socket.socket
+    keys: Keys
+    drain: Drain
+    tracing: Tracing | None
+    warm: Path | None
+
+    def warm_up(self, web: FastAPI) -> None:
+        """Begin to cache the declared prompts, if there are any."""
+        if self.warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", self.warm))
+
+    def close(self) -> None:
+        """Export the last spans. The server that uses the listener closes it."""
+        if self.tracing is not None:
+            self.tracing.close()
+
+
+def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm: Path | None) -> Start:
+    """Read the files of the options and bind the address, before models are loaded for minutes.
+
+    Raises StartupError."""
+    from rootstock.engine.prompts.public_prompts import read_public_prompts
+    from rootstock.server.access import Keys
+    from rootstock.server.drain import Drain
+    from rootstock.server.listen import listen
+
+    configure_logs(server.log_format, server.log_level, access=server.access_log)
+    tracing = None
+    if server.traces:
+        from rootstock.server.tracing import open_tracing
+
+        tracing = open_tracing()
+    keys = Keys(server)
+    if server.public_prompts is not None:
+        read_public_prompts(server.public_prompts)
+    if warm is not None:
+        check_warm_file("--warm", warm)
+        if not (engine.idle_work and cache.enabled):
+            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
+    drain = Drain(server.drain_timeout_s, announce_drain)
+    return Start(listen(server.host, server.port), keys, drain, tracing, warm)
