@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rootstock.errors import InvalidOption
 from rootstock.units import GIB, KIB, MIB, TIB
@@ -238,6 +239,9 @@ class ModelConfig:
                 raise InvalidOption("--adapter", name, "a name of its own")
 
 
+Task = Literal["generate", "embed"]  # of a model, in vLLM's words
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModelConfig:
     """A model of a server with several, and the options that it has of its own."""
@@ -253,6 +257,7 @@ class ServedModelConfig:
     load: str = "start"  # "start": with the server; "demand": by its first request
     idle_unload_s: float | None = None  # unload it after this time without requests; None: never
     pin: bool = False  # never unload it, but when an operator asks
+    task: Task | None = None  # None: its files tell it when they are loaded
 
     def __post_init__(self) -> None:
         _refuse_unless_a_name("name", self.name)

@@ -23,8 +23,13 @@ PROMPT = "<|user|>Say something.<|assistant|>"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Path]:
     from checkpoints import save_chat
+    from embedding_models import save_embedding_model
 
-    return {"llama": checkpoint, "hybrid": save_chat(tmp_path_factory.mktemp("second"), "states")}
+    return {
+        "llama": checkpoint,
+        "hybrid": save_chat(tmp_path_factory.mktemp("second"), "states"),
+        "small": save_embedding_model(tmp_path_factory.mktemp("third")),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("several")
     (folder / "models.yaml").write_text(
         f"llama: {{model: {models['llama']}}}\nhybrid: {{model: {models['hybrid']}, load: demand}}\n"
+        f"small: {{model: {models['small']}, alias: text-embedding-3-small}}\n"
     )
     process = subprocess.Popen(
         [
@@ -47,13 +53,13 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ready = process.stdout.readline()
     found = re.search(r"http://[\d.]+:\d+", ready)
     assert found, (ready, process.communicate())
-    assert "llama (loaded), hybrid (unloaded)" in ready
+    assert "llama (loaded), hybrid (unloaded), small (loaded, embeddings of 32 dimensions)" in ready
     yield found[0]
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err
-    assert len(list((folder / "tier").iterdir())) == 2, "each model has a folder of the disk tier"
+    assert len(list((folder / "tier").iterdir())) == 2, "each generation model has a folder of the disk tier"
 
 
 def dense_greedy(checkpoint: Path, count: int) -> str:

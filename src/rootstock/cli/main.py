@@ -19,7 +19,7 @@ from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
 from rootstock.cli.pins import pin, pins, release
-from rootstock.cli.starting import Start, prepare
+from rootstock.cli.starting import prepare
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
@@ -312,7 +312,10 @@ def run_server(
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
     if is_embedding_model(directory):
-        _serve_embeddings(model, engine, server, directory, start)
+        from rootstock.cli.several import name_of, serve_models
+
+        one = ServedModelConfig(model.served_name or name_of(model.model), model)
+        serve_models((one,), cache, engine, tier, server, sampling_source, start)
         return
     with LoadProgress() as progress:
         defaults = SamplingDefaults()
@@ -344,30 +347,6 @@ def run_server(
             drain=start.drain,
         )
     start.close()
-
-
-def _serve_embeddings(
-    model: ModelConfig, engine: EngineConfig, server: ServerConfig, directory: Path, start: Start
-) -> None:
-    """Load an embedding model and serve it until a signal ends the process."""
-    from rootstock.runtime.torch.embedder import load_embedder
-    from rootstock.server.embedding_app import create_embedding_app
-    from rootstock.server.listen import serve, url_of
-
-    embedder = load_embedder(model, directory)
-    web = create_embedding_app(embedder, server, engine, start.drain)
-    ready = (
-        f"rootstock: {embedder.name} at {url_of(start.listener)} · embeddings of {embedder.dimensions} dimensions, "
-        f"of at most {embedder.most_tokens:,} tokens"
-    )
-    serve(
-        web,
-        embedder,
-        start.listener,
-        on_ready=lambda: print(ready, flush=True),
-        max_connections=server.max_connections,
-        drain=start.drain,
-    )
 
 
 def _announce_writing(made: Assembly) -> None:
@@ -406,11 +385,15 @@ def check_model(
     with LoadProgress() as progress:
         directory = locate(model, with_code=trust_remote_code, progress=progress)
 
+        from rootstock.runtime.torch.embedder import load_embedder
         from rootstock.runtime.torch.runner import load_model
-        from rootstock.server.model_card import table_of
+        from rootstock.server.model_card import table_of, table_of_embedder
 
-        description = load_model(config, progress, directory=directory).description
-    for name, value in table_of(description, block_size):
+        if is_embedding_model(directory):
+            rows = table_of_embedder(load_embedder(config, directory).description)
+        else:
+            rows = table_of(load_model(config, progress, directory=directory).description, block_size)
+    for name, value in rows:
         print(f"{name:<14}  {value}")
 
 

@@ -9,18 +9,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
-from rootstock.cli.starting import prepare
+from rootstock.cli.starting import Start, prepare
 from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
+from rootstock.runtime.base import Embedder
+from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate, weight_files
 from rootstock.units import in_units
+
+if TYPE_CHECKING:
+    from rootstock.server.model_slots import ModelSlot
 
 Report = Callable[[str, float], None]
 
@@ -28,7 +34,8 @@ Report = Callable[[str, float], None]
 def shared_budget(models: Sequence[ServedModelConfig], cache: CacheConfig, report: Report) -> SharedBudget:
     """Return the budget of all models: the one of the options, or a share of the memory beside their weights.
 
-    The weights are those of the models that are loaded at the start, and of the largest other one."""
+    The weights are those of the models that are loaded at the start, and of the largest other one. Embedding models
+    have no part in the budget, but their weights count."""
     if cache.budget_bytes is not None:
         return SharedBudget(cache.budget_bytes)
     start = [_weight_bytes(one, report) for one in models if one.load == "start"]
@@ -56,12 +63,15 @@ def loader(
     sampling_source: SamplingSource,
     budget: SharedBudget,
     report: Report,
-) -> Callable[[ServedModelConfig], Assembly]:
+) -> Callable[[ServedModelConfig], Assembly | Embedder]:
     """Return a function that loads a model."""
-    shares = sum(one.kv_share for one in models if one.kv_budget_bytes is None) or 1.0
+    generating = [one for one in models if one.task != "embed"]
+    shares = sum(one.kv_share for one in generating if one.kv_budget_bytes is None) or 1.0
 
-    def load(one: ServedModelConfig) -> Assembly:
+    def load(one: ServedModelConfig) -> Assembly | Embedder:
         directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+        if is_embedding_model(directory):
+            return _load_embedder(one, directory, budget, generates=bool(generating))
         defaults = SamplingDefaults()
         if sampling_source is SamplingSource.model:
             defaults = SamplingDefaults.of_model(one.model.model, directory)
@@ -69,7 +79,7 @@ def loader(
             one.model,
             replace(cache, budget_bytes=one.kv_budget_bytes, device_share=one.kv_share / shares),
             replace(engine, context_limit=one.context_limit or engine.context_limit),
-            _tier_of(one, tier, len(models)),
+            _tier_of(one, tier, len(generating)),
             chat_template=one.chat_template,
             progress=report,
             directory=directory,
@@ -78,6 +88,20 @@ def loader(
         return replace(made, defaults=defaults)
 
     return load
+
+
+def _load_embedder(
+    one: ServedModelConfig, directory: Path, budget: SharedBudget, *, generates: bool
+) -> Embedder:
+    """Return an embedding model, whose weights fit beside the memory that caches on a CPU may still take."""
+    from rootstock.runtime.torch.embedder import load_embedder
+    from rootstock.runtime.torch.memory_fit import Demands
+    from rootstock.runtime.torch.runner import resolve_device
+
+    left = 0
+    if generates and resolve_device(one.model.device).type == "cpu":  # a GPU has allocated its pools
+        left = max(0, budget.budget_bytes - budget.backed_bytes)
+    return load_embedder(one.model, directory, Demands(pool_bytes=left))
 
 
 def _tier_of(one: ServedModelConfig, tier: TierConfig, models: int) -> TierConfig:
@@ -112,6 +136,20 @@ def models_of(
     return (*own, *named, *of_file)
 
 
+def with_tasks(models: Sequence[ServedModelConfig], report: Report) -> tuple[ServedModelConfig, ...]:
+    """Return the models with their tasks, but for those whose files are downloaded when they are asked for."""
+
+    def with_task(one: ServedModelConfig) -> ServedModelConfig:
+        directory = Path(one.model.model)
+        if one.load == "start":
+            directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+        elif not directory.is_dir():
+            return one
+        return replace(one, task="embed" if is_embedding_model(directory) else "generate")
+
+    return tuple(map(with_task, models))
+
+
 def name_of(model: str) -> str:
     """Return the name by which clients ask for a model: its directory's own name, or its name on the Hub."""
     directory = Path(model).expanduser()
@@ -128,9 +166,22 @@ def run_several(
     warm: Path | None = None,
 ) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
+    start = prepare(cache, engine, server, warm)
+    serve_models(models, cache, engine, tier, server, sampling_source, start)
+
+
+def serve_models(
+    models: Sequence[ServedModelConfig],
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    server: ServerConfig,
+    sampling_source: SamplingSource,
+    start: Start,
+) -> None:
+    """Load the models that are served from the start, and serve all until a signal ends the process."""
     from rootstock.server.listen import serve, url_of
 
-    start = prepare(cache, engine, server, warm)
     with LoadProgress() as progress:
         shown: list[Report] = [progress]
 
@@ -138,6 +189,7 @@ def run_several(
             for show in shown:
                 show(stage, done)
 
+        models = with_tasks(models, report)
         budget = shared_budget(models, cache, report)
 
         from rootstock.server.app import create_app
@@ -150,9 +202,10 @@ def run_several(
         shown.clear()  # the terminal shows no progress of later loads
     gc.collect()
     gc.freeze()
-    listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
-    size = in_units(budget.budget_bytes)
-    ready = f"Rootstock serves {listed} at {url_of(start.listener)}/v1 · {size} for the KV of all"
+    listed = ", ".join(f"{slot.name} ({_state_in_words(slot)})" for slot in registry.slots.all)
+    ready = f"Rootstock serves {listed} at {url_of(start.listener)}/v1"
+    if any(one.task != "embed" for one in models):
+        ready += f" · {in_units(budget.budget_bytes)} for the KV of all"
 
     def on_ready() -> None:
         print(ready, flush=True)
@@ -168,3 +221,10 @@ def run_several(
             drain=start.drain,
         )
     start.close()
+
+
+def _state_in_words(slot: ModelSlot) -> str:
+    model = slot.loaded_embedding
+    if model is None:
+        return slot.status
+    return f"{slot.status}, embeddings of {model.description.dimensions} dimensions"

@@ -108,6 +108,10 @@ class DeviceThread:
         """Returns whether another engine decodes, so that a long step would delay its tokens."""
         return any(other.decodes for other in self._engines if other is not engine)
 
+    def has_others(self, engine: Turns) -> bool:
+        """Returns whether the device has another engine."""
+        return any(other is not engine for other in self._engines)
+
     def _remove(self, engine: Turns) -> None:
         if engine in self._engines:
             self._engines.remove(engine)

@@ -59,7 +59,7 @@ from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
-from rootstock.engine.stats import Cleared, EngineStats, Health
+from rootstock.engine.stats import HUNG_AFTER_S, Cleared, EngineStats, Health
 from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
@@ -76,7 +76,6 @@ T = TypeVar("T")
 # Float32 logits of one step's scored prompts: 262 rows of 32,000 tokens. Computing them takes as long as the rest of
 # a small model's forward.
 SCORED_LOGITS_BYTES = 32 * 1024**2
-HUNG_AFTER_S = 300.0  # a step that takes longer is reported as not alive
 
 
 def _idle_chunks(described: ModelDescription) -> int:

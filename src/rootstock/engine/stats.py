@@ -8,6 +8,8 @@ from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.tiers.connector import TierStats
 
+HUNG_AFTER_S = 300.0  # a step that takes longer is reported as not alive
+
 
 @dataclass(frozen=True, slots=True)
 class Health:

@@ -144,36 +144,36 @@ class Runtime(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EmbedderDescription:
+    """Description of a loaded embedding model for the rest of Rootstock."""
+
+    name: str  # the name that clients use
+    architecture: str  # e.g. "BertModel"
+    vocab_size: int
+    dimensions: int
+    # Numbers of dimensions to which an embedding may be cut. None: any; (): none.
+    shorter_dimensions: tuple[int, ...] | None
+    most_tokens: int  # of an input
+    pooling: tuple[str, ...]  # their results are concatenated
+    dtype: str  # of weights and activations
+    device: str
+    parameters: int
+
+
 class Embedder(Protocol):
-    """An embedding model. Any thread may call it."""
+    """An embedding model."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def dimensions(self) -> int: ...
-
-    @property
-    def shorter_dimensions(self) -> tuple[int, ...] | None:
-        """Numbers of dimensions to which an embedding may be cut; None: any, (): none."""
-        ...
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that an input may have."""
-        ...
+    def description(self) -> EmbedderDescription: ...
 
     def tokens_of(self, text: str) -> Tokens:
-        """Tokenizes a text, with the model's special tokens around it. Raises InputTooLong."""
+        """Tokenizes a text, with the model's special tokens around it. From any thread. Raises InputTooLong."""
         ...
 
     def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
-        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens."""
-        ...
+        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens, in one forward.
 
-    def stop(self) -> None:
-        """Lets no further forward begin."""
+        One thread calls it.
+        """
         ...

@@ -15,7 +15,6 @@ from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
-from rootstock.runtime.base import Embedder
 from rootstock.server.access import (
     Guard,
     Keys,
@@ -36,6 +35,7 @@ from rootstock.server.cache_routes import cache_routes
 from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
 from rootstock.server.drain import Drain
+from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.errors import (
     ANTHROPIC_ID_HEADER,
     MODEL_ROUTE,
@@ -48,10 +48,10 @@ from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
 from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
-from rootstock.server.model_card import anthropic_model_fields, numbers_of
+from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
-from rootstock.server.openai.embeddings import embedding_routes, not_embedded
+from rootstock.server.openai.embeddings import embedding_routes
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
@@ -121,11 +121,7 @@ def create_app(
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(adapter_routes(models, config))
-
-    def embedder_of(asked: str | None) -> Embedder:
-        raise not_embedded(models.slot(asked).name)
-
-    app.include_router(embedding_routes(embedder_of, models.queue))
+    app.include_router(embedding_routes(models, answerer, metrics))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
     app.include_router(bundle_routes(models, responses, config))
@@ -191,8 +187,12 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
 
     def described(name: str) -> dict[str, Any]:
         slot = models.slot(name)
-        model = slot.loaded
-        if model is not None:  # an unloaded one is described as it was loaded last
+        model = slot.model  # an unloaded one is described as it was loaded last
+        if isinstance(model, EmbeddingModel):
+            most = model.engine.most_tokens
+            numbers = numbers_of_embedder(model.description)
+            slot.card = {"max_model_len": most, **numbers, "max_input_tokens": most}
+        elif model is not None:
             slot.card = {
                 "max_model_len": model.context_limit,
                 **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
@@ -205,6 +205,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             "owned_by": "rootstock",
             "root": name if models.is_adapter(name) else slot.name,  # the model that an alias stands for
             "status": {"value": slot.status},
+            "task": slot.task,
             "parent": slot.name if models.is_adapter(name) else None,  # of a LoRA adapter: its base
             **anthropic_model_fields(name, slot.created, None),
             **slot.card,
@@ -222,7 +223,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
     async def load(body: ModelRequest, request: Request) -> dict[str, Any]:
         """Loads a model, and waits until requests can use it."""
         refuse_unless(is_operator(request), config)
-        (await models.use(body.model, request)).end()
+        (await models.use_any(body.model, request)).end()
         return described(body.model)
 
     @router.post("/v1/models/unload", responses=documented_errors(404, 409, 415, 429))

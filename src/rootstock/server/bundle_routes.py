@@ -108,7 +108,7 @@ def _export_routes(models: ModelRegistry, responses: Responses, config: ServerCo
     ) -> Response:
         refuse_unless(is_operator(request), config)
         slots.take()
-        use: ModelUse | None = None
+        use: ModelUse[ServedModel] | None = None
 
         def ended() -> None:
             slots.give_back()

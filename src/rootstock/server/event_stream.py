@@ -23,7 +23,7 @@ from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_piece
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_report import RequestReport
-from rootstock.server.wire import Call, ChoiceHistory, ServedModel
+from rootstock.server.wire import Call, ChoiceHistory, Json, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -99,18 +99,29 @@ class Answerer:
         usage = total_usage(ends, call.choices_per_prompt)
         report.answered(call, ends, usage)
 
+        # Parsing the calls of a long answer takes up to a microsecond per character.
+        is_long = sum(history.chars for history in histories) >= LONG_ANSWER_CHARS
+        return await self.respond(
+            lambda: call.format.whole(histories, usage), is_long=is_long, headers=call.headers
+        )
+
+    async def respond(
+        self, make_body: Callable[[], Json], *, is_long: bool, headers: Mapping[str, str]
+    ) -> Response:
+        """Encodes a body as a whole, or in chunks. The event loop encodes the first chunk of one that is not long."""
+
         def begin() -> tuple[str, Iterator[str]]:
-            chunks = in_chunks(json_pieces(call.format.whole(histories, usage)))
+            chunks = in_chunks(json_pieces(make_body()))
             return next(chunks), chunks
 
-        if sum(history.chars for history in histories) < LONG_ANSWER_CHARS:
-            first, chunks = begin()
-        else:  # parsing the calls of a long answer takes up to a microsecond per character
+        if is_long:
             first, chunks = await asyncio.get_running_loop().run_in_executor(self._encoder, begin)
+        else:
+            first, chunks = begin()
         if len(first) < CHUNK_CHARACTERS:  # it is the only one
-            return Response(first, headers=call.headers, media_type="application/json")
+            return Response(first, headers=headers, media_type="application/json")
         body_chunks = self._sent_in_chunks(first, chunks)
-        return StreamingResponse(body_chunks, headers=call.headers, media_type="application/json")
+        return StreamingResponse(body_chunks, headers=headers, media_type="application/json")
 
     async def _sent_in_chunks(self, first: str, rest: Iterator[str]) -> AsyncIterator[str]:
         yield first

@@ -17,15 +17,22 @@ from prometheus_client.registry import Collector
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
+from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
-from rootstock.engine.stats import EngineStats
+from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
+from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
-from rootstock.server.vllm_metrics import add_vllm_drafts, add_vllm_engine, add_vllm_requests
+from rootstock.server.vllm_metrics import (
+    add_vllm_drafts,
+    add_vllm_embeddings,
+    add_vllm_engine,
+    add_vllm_requests,
+)
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -162,8 +169,45 @@ class _ScrapeCollector(Collector):
             add_vllm_engine(families, stats, config, vllm_labels)
             if model.engine.why_no_drafts is None:
                 add_vllm_drafts(families, stats.counters, vllm_labels)
+        for embedding in self._models.loaded_embeddings:
+            self._add_embedding(families, embedding)
         _add_response_store(families, self._response_store())
         yield from families
+
+    def _add_embedding(self, families: Families, model: EmbeddingModel) -> None:
+        """Adds an embedding model: its engine has steps and requests, but no cache and no sampled tokens."""
+        labels = {"model_name": model.name}
+        vllm_labels = {**labels, "engine": "0"}
+        series = self._of_requests.of_model(model.name)
+        add_vllm_requests(families, series, model.engine.most_tokens, vllm_labels)
+        families.gauge("rootstock_alive", "1 while the engine works", model.engine.health().alive, labels)
+        stats = model.engine.stats()
+        phases = {"queued": stats.waiting, "prefill": stats.running}
+        _add_steps(families, stats, stats.running, stats.waiting, phases, labels)
+        add_vllm_embeddings(families, stats, vllm_labels)
+
+
+def _add_steps(
+    families: Families,
+    counters: StepCounters | EmbeddingStats,
+    running: int,
+    waiting: int,
+    phases: Mapping[str, int],
+    labels: Labels,
+) -> None:
+    """Adds the requests and the steps of an engine."""
+    in_engine = {"running": running, "waiting": waiting}
+    help = "Requests in the engine"
+    families.gauges("rootstock_engine_requests", help, "state", in_engine, labels)
+    help = "Requests in the engine by their phase"
+    families.gauges("rootstock_engine_phases", help, "phase", phases, labels)
+    for name, help, count in (
+        ("steps", "Steps of the engine", counters.steps),
+        ("failed_steps", "Steps whose forward failed", counters.failed_steps),
+        ("forward_seconds", "Time in forwards", counters.forward_s),
+        ("computed_tokens", "Positions that went through a forward", counters.computed_tokens),
+    ):
+        families.counter(f"rootstock_{name}", help, count, labels)
 
 
 def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
@@ -181,18 +225,12 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
     def counts(name: str, help: str, label: str, values: Mapping[str, float]) -> None:
         families.counters(f"rootstock_{name}", help, label, values, labels)
 
-    in_engine = {"running": stats.running, "waiting": stats.waiting}
-    gauges("engine_requests", "Requests in the engine", "state", in_engine)
-    gauges("engine_phases", "Requests in the engine by their phase", "phase", stats.phases)
+    _add_steps(families, counters, stats.running, stats.waiting, stats.phases, labels)
     if stats.paced_tokens is not None:
         help = (
             "Prompt tokens for which the last step with decodes had time, by the target inter-token latency"
         )
         gauge("prefill_chunk_tokens", help, stats.paced_tokens)
-    counter("steps", "Steps of the engine", counters.steps)
-    counter("failed_steps", "Steps whose forward failed", counters.failed_steps)
-    counter("forward_seconds", "Time in forwards", counters.forward_s)
-    counter("computed_tokens", "Positions that went through a forward", counters.computed_tokens)
     counter("sampled_tokens", "Tokens that were sampled", counters.sampled_tokens)
     prompts = counters.prompts
     sources = {"memory": prompts.memory, "computed": prompts.computed}

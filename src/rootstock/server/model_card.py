@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState
-from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.base import EmbedderDescription, ModelDescription
 from rootstock.units import in_units
 
 
@@ -63,6 +63,16 @@ def numbers_of(
     }
 
 
+def numbers_of_embedder(description: EmbedderDescription) -> dict[str, Any]:
+    return {
+        "architecture": description.architecture,
+        "parameters": description.parameters,
+        "dtype": description.dtype,
+        "dimensions": description.dimensions,
+        "pooling": list(description.pooling),
+    }
+
+
 def _numbers_of_family(family: Family) -> dict[str, Any]:
     if isinstance(family, RecurrentState):
         size = {"bytes_per_state": family.bytes_per_state}
@@ -102,6 +112,20 @@ def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, 
             "dtype",
             f"{dtypes_in_words(description)}, cache in {description.kv_dtype}, on {description.device}",
         ),
+    ]
+
+
+def table_of_embedder(description: EmbedderDescription) -> list[tuple[str, str]]:
+    """Returns rows of a name and a value."""
+    return [
+        ("model", description.name),
+        ("architecture", f"{description.architecture}, {description.parameters:,} parameters"),
+        (
+            "embeddings",
+            f"{_counted(description.dimensions, 'dimension')}, pooling {' + '.join(description.pooling)}",
+        ),
+        ("input", f"at most {description.most_tokens:,} tokens"),
+        ("dtype", f"{description.dtype}, on {description.device}"),
     ]
 
 

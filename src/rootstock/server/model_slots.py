@@ -14,31 +14,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, Generic, TypeVar, assert_never
 
-from rootstock.cache.shared_budget import SharedBudget
-from rootstock.config import EngineConfig, ServedModelConfig
+from rootstock.cache.shared_budget import BudgetShare, SharedBudget
+from rootstock.config import EngineConfig, ServedModelConfig, Task
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.errors import (
     EngineStopped,
     MemoryLacks,
     ModelBusy,
-    ModelNotLoaded,
     ModelTooLarge,
     ModelUnavailable,
     QueueFull,
     RootstockError,
 )
+from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.request_bodies import return_free_memory
 from rootstock.server.wire import ServedModel
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=AnyModel)
+
 RETRY_S = 30.0  # a model that could not be loaded is tried again by the first request after this time
 _STOP_S = 60.0  # for the end of an unload when the server stops
 _MOST_BYTES_PER_PARAMETER = 8  # float32 weights, and copies of them in another layout
 
-Load = Callable[[ServedModelConfig], ServedModel]  # makes a model whose engine was not started
+Load = Callable[[ServedModelConfig], AnyModel]  # makes a model whose engine was not started
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class Loading:
 
 @dataclass(slots=True)
 class Loaded:
-    model: ServedModel
+    model: AnyModel
     uses: int = 0  # requests
     idle_since: float = 0.0
 
@@ -62,7 +64,7 @@ class Loaded:
 @dataclass(slots=True)
 class Unloading:
     done: Future[None]
-    held: list[ServedModel]  # the model, until its engine is being stopped
+    held: list[AnyModel]  # the model, until its engine is being stopped
 
 
 State = Unloaded | Loading | Loaded | Unloading
@@ -77,11 +79,26 @@ class ModelSlot:
         self.state = state
         self.created = int(time.time())
         self.card: Mapping[str, Any] = {}  # numbers of the model, as it was loaded last
+        # None: not known before its first load.
+        self.task: Task | None = "generate" if config is None else config.task
+
+    @property
+    def model(self) -> AnyModel | None:
+        """The model, if it is loaded."""
+        state = self.state
+        return state.model if isinstance(state, Loaded) else None
 
     @property
     def loaded(self) -> ServedModel | None:
-        state = self.state
-        return state.model if isinstance(state, Loaded) else None
+        """The generation model, if it is one and loaded."""
+        model = self.model
+        return model if isinstance(model, ServedModel) else None
+
+    @property
+    def loaded_embedding(self) -> EmbeddingModel | None:
+        """The embedding model, if it is one and loaded."""
+        model = self.model
+        return model if isinstance(model, EmbeddingModel) else None
 
     @property
     def status(self) -> str:
@@ -99,10 +116,10 @@ class ModelSlot:
                 assert_never(state)
 
 
-class ModelUse:
+class ModelUse(Generic[M]):
     """A request's use of a model, which stays loaded until the use ends."""
 
-    def __init__(self, model: ServedModel, end: Callable[[], None]) -> None:
+    def __init__(self, model: M, end: Callable[[], None]) -> None:
         self.model = model
         self._end: Callable[[], None] | None = end
 
@@ -160,7 +177,7 @@ class ModelSlots:
         """Stops the engines. A load that is under way goes on, and its model ends at once. Idempotent."""
         with self._lock:
             self._stopping = True
-            models = [slot.loaded for slot in self.all]
+            models = [slot.model for slot in self.all]
             waited = [slot.state.done for slot in self.all if isinstance(slot.state, Loading)]
             ending = list[Future[None]]()
             for state in (slot.state for slot in self.all):
@@ -182,7 +199,7 @@ class ModelSlots:
 
     # ------------------------------------------------------------------------------------------- uses
 
-    def use(self, slot: ModelSlot) -> ModelUse | Future[None]:
+    def use(self, slot: ModelSlot) -> ModelUse[AnyModel] | Future[None]:
         """Returns a use of a loaded model, or the end of the load or unload to wait for before asking again.
 
         Begins to load a model that is unloaded. Raises ModelUnavailable and EngineStopped.
@@ -227,13 +244,6 @@ class ModelSlots:
     def _end_wait(self) -> None:
         with self._lock:
             self._waiting -= 1
-
-    def model_of(self, slot: ModelSlot) -> ServedModel:
-        """Returns the model of a slot. Raises ModelNotLoaded."""
-        model = slot.loaded
-        if model is None:
-            raise ModelNotLoaded(slot.name)
-        return model
 
     # -------------------------------------------------------------------------------- loads and unloads
 
@@ -311,7 +321,7 @@ class ModelSlots:
         else:
             self._finish_loading(slot, model)
 
-    def _loaded(self, slot: ModelSlot) -> ServedModel:
+    def _loaded(self, slot: ModelSlot) -> AnyModel:
         """Loads a model. Unloads idle ones, the least recently used first, until the memory suffices."""
         assert self._load_model is not None
         assert slot.config is not None
@@ -327,10 +337,11 @@ class ModelSlots:
                 if not any(self._unload_idle(other) for other in idle):
                     raise
 
-    def _finish_loading(self, slot: ModelSlot, model: ServedModel) -> None:
+    def _finish_loading(self, slot: ModelSlot, model: AnyModel) -> None:
         state = slot.state
         assert isinstance(state, Loading)
         with self._lock:
+            slot.task = "embed" if isinstance(model, EmbeddingModel) else "generate"
             if stopping := self._stopping:
                 slot.state = Unloaded()
             else:
@@ -370,7 +381,7 @@ class ModelSlots:
             if not unloading.held:
                 return  # `stop` has taken it
             model = unloading.held.pop()
-        share = model.engine.budget_share
+        share = _share_of(model)
         try:
             model.engine.stop()
         except Exception:
@@ -391,10 +402,15 @@ class ModelSlots:
 
 def _most_bytes(slots: Sequence[ModelSlot]) -> int:
     """Returns an upper bound of the memory that unloading models frees."""
-    models = [model for slot in slots if (model := slot.loaded) is not None]
-    shares = [model.engine.budget_share for model in models]
+    models = [model for slot in slots if (model := slot.model) is not None]
+    shares = [_share_of(model) for model in models]
     weights = sum(_MOST_BYTES_PER_PARAMETER * model.description.parameters for model in models)
     return weights + sum(share.backed_bytes for share in shares if share is not None)
+
+
+def _share_of(model: AnyModel) -> BudgetShare | None:
+    """Returns the part of the shared budget that a model's cache has."""
+    return model.engine.budget_share if isinstance(model, ServedModel) else None
 
 
 class ModelWait:

@@ -12,17 +12,20 @@ from fastapi import Request
 from rootstock.cache.families import FullAttention
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
-from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig
+from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
 from rootstock.engine.build import Assembly
 from rootstock.engine.device_thread import DeviceThread
+from rootstock.engine.embedding import EmbeddingEngine
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
-from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
+from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound, ModelNotLoaded, Unsupported
+from rootstock.runtime.base import Embedder
 from rootstock.server.access import refuse_model_of_others
+from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.errors import ClientGone
 from rootstock.server.model_slots import Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
 from rootstock.server.next_turns import NextTurns
@@ -30,7 +33,7 @@ from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
 
 T = TypeVar("T")
-LoadAssembly = Callable[[ServedModelConfig], Assembly]
+LoadModel = Callable[[ServedModelConfig], Assembly | Embedder]
 
 _GONE_CHECK_S = 0.25  # between two looks whether the client of a waiting request has left
 
@@ -103,7 +106,7 @@ class ModelRegistry:
     @staticmethod
     def of_several(
         models: Sequence[ServedModelConfig],
-        load: LoadAssembly,
+        load: LoadModel,
         config: ServerConfig,
         engine: EngineConfig,
         budget: SharedBudget | None = None,
@@ -111,8 +114,12 @@ class ModelRegistry:
         """Makes the registry of models that `start` or requests load. Raises InvalidOption."""
         fingerprints = Fingerprints()  # of all models: an answer may be compared with one of another model
 
-        def loaded(own: ServedModelConfig) -> ServedModel:
-            model = served_model(load(own), config, fingerprints, own)
+        def loaded(own: ServedModelConfig) -> AnyModel:
+            made = load(own)
+            if not isinstance(made, Assembly):
+                limit = own.context_limit or engine.context_limit
+                return EmbeddingModel(own.name, made, EmbeddingEngine(made, engine, limit))
+            model = served_model(made, config, fingerprints, own)
             model.engine.limit_retained(registry.retained_limits)
             return model
 
@@ -154,8 +161,13 @@ class ModelRegistry:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The models that are loaded now."""
+        """The generation models that are loaded now."""
         return [model for slot in self.slots.all if (model := slot.loaded) is not None]
+
+    @property
+    def loaded_embeddings(self) -> list[EmbeddingModel]:
+        """The embedding models that are loaded now."""
+        return [model for slot in self.slots.all if (model := slot.loaded_embedding) is not None]
 
     @property
     def names(self) -> list[str]:
@@ -189,8 +201,16 @@ class ModelRegistry:
         return self._of_any_name
 
     def find(self, asked: str | None) -> ServedModel:
-        """Returns a loaded model by its name. Raises the errors of `slot`, and ModelNotLoaded."""
-        return self._named(asked, self.slots.model_of(self.slot(asked)))
+        """Returns a loaded generation model by its name.
+
+        Raises the errors of `slot`, ModelNotLoaded, and Unsupported for an embedding model.
+        """
+        slot = self.slot(asked)
+        _refuse_other_task(slot, "generate")
+        model = slot.loaded
+        if model is None:
+            raise ModelNotLoaded(slot.name)
+        return self._named(asked, model)
 
     def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
         """Returns the model with the adapter of this name, or the model itself if it is none.
@@ -221,11 +241,11 @@ class ModelRegistry:
     @property
     def computes(self) -> bool:
         """Whether an engine has running requests."""
-        return any(model.engine.health().running for model in self.loaded)
+        return bool(self.health().running)
 
     def health(self) -> Health:
         """Reports whether all engines work, with the sums of their numbers."""
-        found = [model.engine.health() for model in self.loaded]
+        found = [model.engine.health() for slot in self.slots.all if (model := slot.model) is not None]
         dead = next((one for one in found if not one.alive), None)
         return Health(
             dead is None,
@@ -249,31 +269,57 @@ class ModelRegistry:
 
     # -------------------------------------------------------------------------------------------- uses
 
-    async def use(self, asked: str | None, request: Request) -> ModelUse:
-        """Returns a use of a model, which the caller ends. Waits until the model is loaded.
+    async def use(self, asked: str | None, request: Request) -> ModelUse[ServedModel]:
+        """Returns a use of a generation model, which the caller ends. Waits until the model is loaded.
 
-        Raises the errors of `slot`, ModelNotAllowed, ModelUnavailable, QueueFull, EngineStopped and ClientGone.
+        Raises the errors of `use_any`, and Unsupported for an embedding model.
+        """
+        use = await self.use_any(asked, request, "generate")
+        try:
+            assert isinstance(use.model, ServedModel), "of its task"
+            return ModelUse(self._named(asked, use.model), use.end)
+        except BaseException:
+            use.end()
+            raise
+
+    async def use_embedding(self, asked: str | None, request: Request) -> ModelUse[EmbeddingModel]:
+        """Returns a use of an embedding model, which the caller ends. Waits until the model is loaded.
+
+        Raises the errors of `use_any`, and Unsupported for a generation model.
+        """
+        use = await self.use_any(asked, request, "embed")
+        assert isinstance(use.model, EmbeddingModel), "of its task"
+        return ModelUse(use.model, use.end)
+
+    async def use_any(
+        self, asked: str | None, request: Request, task: Task | None = None
+    ) -> ModelUse[AnyModel]:
+        """Returns a use of a model for a task, or for any. Waits until the model is loaded.
+
+        Raises the errors of `slot`, ModelNotAllowed, ModelUnavailable, QueueFull, EngineStopped and ClientGone, and
+        Unsupported for a model of another task: before it is loaded, if its task is known.
         """
         if asked is not None:  # before the look-up: a refusal does not tell whether the model exists
             refuse_model_of_others(request, asked)
         slot = self.slot(asked)
         if asked is None:
             refuse_model_of_others(request, slot.name)
+        _refuse_other_task(slot, task)
         found = self.slots.use(slot)
         if not isinstance(found, ModelUse):
             with self.slots.wait():
                 while not isinstance(found, ModelUse):
-                    await _unless_gone(found, request)
+                    await unless_gone(found, request)
                     found = self.slots.use(slot)
         try:
-            found.model = self._named(asked, found.model)
-        except ModelNotFound:
+            _refuse_other_task(slot, task)
+        except Unsupported:
             found.end()
             raise
         return found
 
     async def run(self, asked: str | None, request: Request, prepare: Callable[[ServedModel], T]) -> T:
-        """Calls `prepare` with a model on another thread, when it is this request's turn, and returns its result.
+        """Calls `prepare` with a generation model on another thread, when it is this request's turn.
 
         Raises the errors of `use`, of `prepare` and of `PreparationQueue.run`.
         """
@@ -287,7 +333,7 @@ class ModelRegistry:
         """Unloads a model. Raises the errors of `slot`, ModelBusy and ClientGone."""
         done = self.slots.unload(self.slot(asked))
         if done is not None:
-            await _unless_gone(done, request)
+            await unless_gone(done, request)
 
 
 def _adapters_of(slot: ModelSlot) -> list[str]:
@@ -298,12 +344,30 @@ def _adapters_of(slot: ModelSlot) -> list[str]:
     return [] if slot.config is None else [adapter.name for adapter in slot.config.model.adapters]
 
 
-async def _unless_gone(done: Future[None], request: Request) -> None:
-    """Waits for the end of a load or unload, which goes on if the client leaves. Raises ClientGone."""
+async def unless_gone(done: Future[T], request: Request) -> T:
+    """Waits for the end of work, which goes on if the client leaves. Raises ClientGone and the error of the work."""
     waited = asyncio.wrap_future(done)
-    while not (await asyncio.wait([asyncio.shield(waited)], timeout=_GONE_CHECK_S))[0]:
+    while not (await asyncio.wait([waited], timeout=_GONE_CHECK_S))[0]:
         if await request.is_disconnected():
             raise ClientGone
+    return waited.result()
+
+
+def _refuse_other_task(slot: ModelSlot, task: Task | None) -> None:
+    """Raises Unsupported if a model is known to have another task."""
+    if task is None or slot.task in (None, task):
+        return
+    if task == "embed":
+        remedy = (
+            f"{slot.name!r} generates text: its files declare no pooling (modules.json). Name an embedding "
+            "model."
+        )
+    else:
+        remedy = (
+            f"{slot.name!r} is an embedding model, which generates no text and has no KV cache: "
+            "POST /v1/embeddings, or name another model."
+        )
+    raise Unsupported("model", remedy)
 
 
 def _by_name(

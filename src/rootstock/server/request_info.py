@@ -18,6 +18,14 @@ DISCONNECTED = "disconnected"  # in the place of an error's code
 REQUEST_STATE = "rootstock_request"  # the entry in a request's state
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingInfo:
+    """Facts about the answer of an embedding model."""
+
+    dimensions: int
+    encoding_format: str
+
+
 @dataclass(slots=True, eq=False)
 class RequestInfo:
     """Facts about an HTTP request for its log line and its span, noted as they become known."""
@@ -36,6 +44,7 @@ class RequestInfo:
     call: Call | None = None
     ends: Sequence[Finished] = ()
     usage: Usage | None = None
+    embedding: EmbeddingInfo | None = None
     error: str = ""  # code
     refusal: RootstockError | None = None  # by the guard, before a route was found
     api_request_id: str = ""  # of an API that has ids of its own
@@ -71,6 +80,12 @@ class RequestInfo:
                 "loading_s": round(first.loading_s, 6),
                 "ttft_s": round(first.ttft_s, 6),
                 "total_s": round(first.total_s, 6),
+            }
+        elif self.usage is not None:  # of an embedding model
+            told |= {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "queue_s": round(self.usage.queued_s, 6),
+                "total_s": round(self.usage.total_s, 6),
             }
         return told
 

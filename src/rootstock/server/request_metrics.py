@@ -92,6 +92,20 @@ class Series:
         ):
             buckets.observe(value)
 
+    def embedded(self, usage: Usage) -> None:
+        """Observes a request to an embedding model, which has no tokens of an answer."""
+        computing_s = usage.total_s - usage.queued_s
+        for buckets, value in (
+            (self.queue_s, usage.queued_s),
+            (self.waiting_s, usage.queued_s),
+            (self.prefill_s, computing_s),
+            (self.inference_s, computing_s),
+            (self.total_s, usage.total_s),
+            (self.prompt_tokens, usage.prompt_tokens),
+            (self.computed_tokens, usage.prompt_tokens),
+        ):
+            buckets.observe(value)
+
     def answered(self, usage: Usage) -> None:
         """Counts the tokens of an HTTP request that was answered."""
         self.tokens["prompt"] += usage.prompt_tokens
@@ -153,6 +167,12 @@ class Timing:
         self._series.finished(end.usage)
         if max_tokens is not None:
             self._series.max_tokens.observe(max_tokens)
+
+    def embedded(self, usage: Usage) -> None:
+        """Observes the end of a request that an embedding model has answered."""
+        self._series.count_ends("stop", 1)
+        self._series.embedded(usage)
+        self._series.answered(usage)
 
     def ended(self, reason: str, sequences: int) -> None:
         """Counts sequences that were not answered, on any thread."""

@@ -12,7 +12,7 @@ from rootstock.engine.request import Finished, Request, Usage
 from rootstock.errors import RootstockError
 from rootstock.server.access import SALT_HEADER, caller_of
 from rootstock.server.metrics import Metrics
-from rootstock.server.request_info import DISCONNECTED, info_of
+from rootstock.server.request_info import DISCONNECTED, EmbeddingInfo, info_of
 from rootstock.server.request_metrics import Series, Timing
 from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wire import Call
@@ -47,6 +47,17 @@ class RequestReport:
         self._metrics.answered(self._route, "ok")
         self._timing.answered(usage, call.choices_per_prompt)
         self._info.ends, self._info.usage = tuple(ends), usage
+
+    def begun(self) -> None:
+        """Notes the submission of inputs to an embedding model."""
+        self._info.submitted_ns = time.time_ns()
+
+    def embedded(self, usage: Usage, dimensions: int, encoding_format: str) -> None:
+        """Reports an answer of an embedding model."""
+        self._metrics.answered(self._route, "ok")
+        self._timing.embedded(usage)
+        self._info.usage = usage
+        self._info.embedding = EmbeddingInfo(dimensions, encoding_format)
 
     def failed(self, error: RootstockError) -> None:
         self._metrics.answered(self._route, "error")

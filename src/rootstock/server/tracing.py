@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rootstock._version import __version__
-from rootstock.engine.request import Finished
+from rootstock.engine.request import Finished, Usage
 from rootstock.errors import InvalidOption
 from rootstock.server.request_info import DISCONNECTED, RequestInfo
 
@@ -150,6 +150,15 @@ class RequestSpan:
                 self._span.set_status(Status(StatusCode.ERROR, error))
         for choice, end in enumerate(info.ends[:_SPANNED_CHOICES]):
             self._add_phases(info.submitted_ns, choice, end)
+        if info.embedding is not None and info.usage is not None:
+            self._add_phases_of_embedding(info.submitted_ns, info.usage)
+
+    def _add_phases_of_embedding(self, submitted_ns: int, usage: Usage) -> None:
+        computed_ns = submitted_ns + round(usage.queued_s * 1e9)
+        end_ns = submitted_ns + round(usage.total_s * 1e9)
+        self._tracing.child(self._span, "queue", submitted_ns, computed_ns, {})
+        tokens = {"rootstock.computed_tokens": usage.prompt_tokens}
+        self._tracing.child(self._span, "prefill", computed_ns, end_ns, tokens)
 
     def _add_phases(self, submitted_ns: int, choice: int, end: Finished) -> None:
         usage, begin_ns = end.usage, submitted_ns
@@ -191,9 +200,15 @@ def _of_call(info: RequestInfo) -> dict[str, Any]:
 
 def _of_answer(info: RequestInfo) -> dict[str, Any]:
     """Returns the attributes of a request's answer."""
-    if info.usage is None or not info.ends:
-        return {}
     usage = info.usage
+    if usage is not None and info.embedding is not None:
+        return {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.embeddings.dimension.count": info.embedding.dimensions,
+            "gen_ai.request.encoding_formats": [info.embedding.encoding_format],
+        }
+    if usage is None or not info.ends:
+        return {}
     return {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,

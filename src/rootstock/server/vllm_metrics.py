@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.server.families import Families, Labels
 from rootstock.server.request_metrics import (
@@ -91,6 +92,16 @@ def add_vllm_engine(
         **cache_config,
     }
     families.gauge("vllm:cache_config_info", "Configuration of the cache", 1, config)
+
+
+def add_vllm_embeddings(families: Families, stats: EmbeddingStats, labels: Labels) -> None:
+    """Adds what is measured per engine of an embedding model."""
+    families.gauge("vllm:num_requests_running", "Requests in the batch", stats.running, labels)
+    families.gauge("vllm:num_requests_waiting", "Requests that wait", stats.waiting, labels)
+    help = "Requests that wait, by reason"
+    reasons = {"capacity": stats.waiting, "deferred": 0}
+    families.gauges("vllm:num_requests_waiting_by_reason", help, "reason", reasons, labels)
+    families.counter("vllm:prompt_tokens", "Tokens of prompts", stats.computed_tokens, labels)
 
 
 def add_vllm_drafts(families: Families, counters: StepCounters, labels: Labels) -> None:

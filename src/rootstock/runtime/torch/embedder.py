@@ -1,7 +1,7 @@
 """Embeddings by a transformers model: hidden states of one pass, pooled as its sentence-transformers files say.
 
 Encoders and decoders alike run by plain transformers, without a cache: inputs of similar length together, padded on
-the right. One forward runs at a time, and is small: beside a generating model, its steps wait for a batch at most.
+the right. The engine (`engine/embedding.py`) divides inputs among forwards.
 """
 
 from __future__ import annotations
@@ -20,53 +20,59 @@ from transformers import AutoModel, AutoTokenizer
 from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import (
-    EngineStopped,
     InputTooLong,
+    InvalidOption,
     ModelUnsupported,
     ModelWeightsMissing,
     TokenizerUnusable,
 )
+from rootstock.kernels.cpu.threads import end_team
+from rootstock.runtime.base import EmbedderDescription
 from rootstock.runtime.embedding_files import EmbeddingFiles, Pooling, read_embedding_files
-from rootstock.runtime.model_files import first_line, weight_files
+from rootstock.runtime.model_files import first_line, stored_tensors, weight_files
 from rootstock.runtime.torch.inspect.config import text_config
+from rootstock.runtime.torch.memory_fit import Demands, refuse_too_large, weight_bytes
 from rootstock.runtime.torch.runner import public_name, resolve_device, resolve_dtype
-from rootstock.runtime.torch.weights import quiet, read_config
+from rootstock.runtime.torch.weights import empty_model, quiet, read_config
 
-_BATCH_TOKENS = 8_192  # of one forward, padding included
-_BATCH_ROWS = 64
 _LEAST_POSITIONS = 16_384  # of a model that declares no limit
 _WORD_CHARS = 128  # WordPiece reads a longer word as one unknown token
 
 
 class TorchEmbedder:
-    """An embedding model. Any thread may call it: forwards run one after the other."""
+    """An embedding model of transformers."""
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, files: EmbeddingFiles) -> None:
         config = text_config(model)
-        self.name = name
-        self.vocab_size: int = int(config.vocab_size)
-        self.dimensions: int = int(config.hidden_size) * len(files.pooling)
-        self.most_tokens = _most_tokens(config, files)
+        first = next(model.parameters())
         # Lengths to which an embedding may be cut: those of Matryoshka training. None: any.
         declared = getattr(config, "matryoshka_dimensions", None)
         is_nested = bool(getattr(config, "is_matryoshka", False))
-        self.shorter_dimensions: tuple[int, ...] | None = (
-            tuple(declared or ()) if declared or not is_nested else None
+        self.description = EmbedderDescription(
+            name,
+            type(model).__name__,
+            int(config.vocab_size),
+            int(config.hidden_size) * len(files.pooling),
+            tuple(declared or ()) if declared or not is_nested else None,
+            _most_tokens(config, files),
+            files.pooling,
+            str(first.dtype).removeprefix("torch."),
+            str(first.device),
+            sum(parameter.numel() for parameter in model.parameters()),
         )
         self._model = model
         self._tokenizer = tokenizer
         self._files = files
-        self._device = next(model.parameters()).device
+        self._device = first.device
         longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self._most_chars = self.most_tokens * max(longest, _WORD_CHARS)
-        self._lock = threading.Lock()  # of the tokenizer, which is not thread-safe, and of the model
-        self._stopped = False
+        self._most_chars = self.description.most_tokens * max(longest, _WORD_CHARS)
+        self._lock = threading.Lock()  # of the tokenizer, which is not thread-safe
 
     def tokens_of(self, text: str) -> Tokens:
         """Tokenizes a text, with the model's special tokens around it. Raises InputTooLong."""
         text = self._files.prompt + text.strip()
         if len(text) > self._most_chars:
-            raise InputTooLong(len(text), "characters", self.most_tokens)
+            raise InputTooLong(len(text), "characters", self.description.most_tokens)
         if self._files.lowercase:
             text = text.lower()
         with self._lock:
@@ -74,21 +80,10 @@ class TorchEmbedder:
         return np.array(ids, np.int32)
 
     def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
-        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens each.
-
-        Raises EngineStopped.
-        """
-        embedded = np.empty((len(inputs), self.dimensions), np.float32)
-        for rows in _batches([len(tokens) for tokens in inputs]):
-            with self._lock, torch.inference_mode():
-                if self._stopped:
-                    raise EngineStopped()
-                embedded[rows] = self._forward([inputs[row] for row in rows]).cpu().numpy()
-        return embedded
-
-    def stop(self) -> None:
-        """Lets no further forward begin."""
-        self._stopped = True
+        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens, in one forward."""
+        with torch.inference_mode():
+            found: NDArray[np.float32] = self._forward(inputs).cpu().numpy()
+        return found
 
     def _forward(self, inputs: Sequence[Tokens]) -> Tensor:
         width = max(map(len, inputs))
@@ -123,15 +118,28 @@ def pool(hidden: Tensor, mask: Tensor, how: Pooling) -> Tensor:
             return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def load_embedder(config: ModelConfig, directory: Path) -> TorchEmbedder:
-    """Loads an embedding model from its directory. Raises InvalidOption or ModelError."""
+def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None = None) -> TorchEmbedder:
+    """Loads an embedding model from its directory, if it fits into the free memory beside `demands`.
+
+    Its weights keep their format: `config.quantize` and the options of a KV cache are for generation models. Raises
+    InvalidOption or ModelError.
+    """
     name = config.model
+    if config.adapters:
+        raise InvalidOption("--adapter", config.adapters[0].name, "left out with an embedding model")
     files = read_embedding_files(name, directory)
-    weight_files(name, directory)
+    stored = weight_files(name, directory)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
     declared = read_config(name, directory, trust_remote_code=config.trust_remote_code)
+    if config.memory_check:
+        empty = empty_model(name, declared, trust_remote_code=config.trust_remote_code, kind=AutoModel)
+        needed = weight_bytes(stored_tensors(name, stored), empty, dtype, "none")
+        words = str(dtype).removeprefix("torch.")
+        refuse_too_large(name, needed, words, "none", device, demands or Demands())
+        del empty
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
@@ -142,7 +150,7 @@ def load_embedder(config: ModelConfig, directory: Path) -> TorchEmbedder:
             model, info = AutoModel.from_pretrained(
                 directory,
                 config=declared,
-                dtype=resolve_dtype(config.dtype, device),
+                dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -158,6 +166,7 @@ def load_embedder(config: ModelConfig, directory: Path) -> TorchEmbedder:
             name, "it is an encoder with a decoder, and embeddings come from one of them alone"
         )
     model = model.to(device).eval().requires_grad_(False)
+    end_team()  # from here on only the engine's thread computes
     return TorchEmbedder(config.served_name or public_name(name), model, tokenizer, files)
 
 
@@ -169,16 +178,3 @@ def _most_tokens(config: Any, files: EmbeddingFiles) -> int:
 
 
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet", "roberta-prelayernorm"}
-
-
-def _batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Divides inputs into batches of similar lengths, the longest first."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and len(batches[-1]) < _BATCH_ROWS:
-            longest = lengths[batches[-1][0]]
-            if (len(batches[-1]) + 1) * longest <= _BATCH_TOKENS:
-                batches[-1].append(row)
-                continue
-        batches.append([row])
-    return batches

@@ -72,11 +72,16 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
         raise ModelFileInvalid(model, CONFIG, _in_one_line(error)) from error
 
 
-def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Module:
-    """Builds the architecture without weights, on the meta device. Raises ModelUnsupported."""
+def empty_model(
+    model: str, config: Any, *, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
+) -> nn.Module:
+    """Builds the architecture without weights, on the meta device. Raises ModelUnsupported.
+
+    `kind` is transformers' class that finds the architecture of a configuration.
+    """
     try:
         with torch.device("meta"), quiet():
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            built = kind.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # the architecture's own code may raise anything
         raise ModelUnsupported(model, first_line(error)) from error
     assert isinstance(built, nn.Module)

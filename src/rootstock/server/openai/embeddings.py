@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from numpy.typing import NDArray
 from pydantic import Field
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.embedding import Embedded, EmbeddingJob
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
-from rootstock.errors import EmptyPrompt, InputTooLong, InvalidParameter, Unsupported
-from rootstock.runtime.base import Embedder
-from rootstock.server.access import Tenant, meter_of, refuse_model_of_others
-from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.engine.request import Usage
+from rootstock.errors import EmptyPrompt, InputTooLong, InvalidParameter, RootstockError, Unsupported
+from rootstock.runtime.base import EmbedderDescription
+from rootstock.server.access import Tenant, meter_of
+from rootstock.server.embedding_model import EmbeddingModel
+from rootstock.server.errors import MODEL_ROUTE, ClientGone, documented_errors
+from rootstock.server.event_stream import Answerer
 from rootstock.server.fields import Count, Label, Wire
-from rootstock.server.rate_limits import Meter
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.metrics import Metrics
+from rootstock.server.models import ModelRegistry, unless_gone
+from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.request_report import RequestReport
 from rootstock.server.wire import Json
 
 MAX_INPUT_TOKENS = 300_000  # of one request, as OpenAI's
+_LONG_ANSWER_NUMBERS = 2_048  # an answer with more of them is not encoded on the event loop
 
 
 class EmbeddingRequest(Wire):
@@ -40,59 +50,110 @@ class EmbeddingRequest(Wire):
                 raise Unsupported(name, "Leave it out.")
 
 
-def embedding_routes(find: Callable[[str | None], Embedder], queue: PreparationQueue) -> APIRouter:
-    """`find` returns the embedder of a model's name, or raises RequestError."""
+def embedding_routes(models: ModelRegistry, answerer: Answerer, metrics: Metrics) -> APIRouter:
     router = APIRouter(
         tags=["OpenAI"], route_class=BoundedJsonRoute, responses=documented_errors(*MODEL_ROUTE)
     )
 
-    @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request, _tenant: Tenant) -> Json:
+    @router.post("/v1/embeddings", response_class=Response)
+    async def embeddings(body: EmbeddingRequest, request: Request, _tenant: Tenant) -> Response:
         """Computes the embeddings of texts or token ids."""
-        body.refuse_unsupported()
-        if body.model is not None:
-            refuse_model_of_others(request, body.model)
-        embedder = find(body.model)
-        if body.model is None:
-            refuse_model_of_others(request, embedder.name)
-        meter = meter_of(request)
-        return await queue.run(request, lambda: embedded(embedder, body, meter))
+        report = RequestReport(request, metrics)
+        try:
+            asked, found = await _embedded(models, body, request, report)
+        except RootstockError as error:
+            report.failed(error)
+            raise
+        except (ClientGone, asyncio.CancelledError):
+            report.disconnected()
+            raise
+        return await answerer.respond(
+            lambda: _answer(body, asked, found.rows),
+            is_long=found.rows.size > _LONG_ANSWER_NUMBERS,
+            headers={},
+        )
 
     return router
 
 
-def embedded(embedder: Embedder, body: EmbeddingRequest, meter: Meter) -> Json:
-    """Tokenizes and computes: not for an event loop. Raises RequestError and RateLimited."""
-    dimensions = _dimensions(embedder, body.dimensions)
-    inputs = _inputs(embedder, body.input)
-    meter.prepared(sum(map(len, inputs)))
-    rows = embedder.embed(inputs)
-    if dimensions < embedder.dimensions:
-        rows = rows[:, :dimensions]
-        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    tokens = sum(map(len, inputs))
+async def _embedded(
+    models: ModelRegistry, body: EmbeddingRequest, request: Request, report: RequestReport
+) -> tuple[AskedEmbeddings, Embedded]:
+    """Tokenizes on another thread, and waits for the engine. Raises RootstockError, ClientGone and CancelledError."""
+    body.refuse_unsupported()
+    use = await models.use_embedding(body.model, request)
+    try:
+        model, meter = use.model, meter_of(request)
+        timing = report.timing(model.name, body.model)
+
+        def submitted() -> tuple[AskedEmbeddings, EmbeddingJob]:
+            asked = AskedEmbeddings.of(model, body)
+            meter.prepared(asked.tokens)
+            report.begun()
+            return asked, model.engine.submit(asked.inputs)
+
+        asked, job = await models.queue.run(request, submitted)
+        try:
+            found = await unless_gone(job.done, request)
+        except BaseException as error:
+            job.done.cancel()  # inputs that are not computed yet are dropped
+            timing.ended("error" if isinstance(error, RootstockError) else "abort", 1)
+            raise
+    finally:
+        use.end()
+    usage = Usage(asked.tokens, 0, 0, queued_s=found.queued_s, ttft_s=found.total_s, total_s=found.total_s)
+    report.embedded(usage, asked.dimensions, body.encoding_format)
+    return asked, found
+
+
+@dataclass(frozen=True, slots=True)
+class AskedEmbeddings:
+    """The inputs of a request, checked and tokenized."""
+
+    model: str  # as the client names it
+    inputs: Sequence[Tokens]
+    dimensions: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+    @staticmethod
+    def of(model: EmbeddingModel, body: EmbeddingRequest) -> AskedEmbeddings:
+        """Checks and tokenizes the inputs of a body: not for an event loop. Raises RequestError."""
+        dimensions = _dimensions(model.description, body.dimensions)
+        return AskedEmbeddings(body.model or model.name, _inputs(model, body.input), dimensions)
+
+
+def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, rows: NDArray[np.float32]) -> Json:
+    """Returns the body of an answer. It holds an iterator, which `json_pieces` encodes."""
+
+    def data() -> Iterator[Json]:
+        for index, row in enumerate(rows):
+            if asked.dimensions < len(row):
+                row = row[: asked.dimensions]
+                row = row / max(float(np.linalg.norm(row)), 1e-12)
+            yield {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+
     return {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
-            for index, row in enumerate(rows)
-        ],
-        "model": body.model or embedder.name,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "data": data(),
+        "model": asked.model,
+        "usage": {"prompt_tokens": asked.tokens, "total_tokens": asked.tokens},
     }
 
 
-def _dimensions(embedder: Embedder, asked: int | None) -> int:
-    if asked is None or asked == embedder.dimensions:
-        return embedder.dimensions
-    shorter = embedder.shorter_dimensions
+def _dimensions(described: EmbedderDescription, asked: int | None) -> int:
+    if asked is None or asked == described.dimensions:
+        return described.dimensions
+    shorter = described.shorter_dimensions
     if shorter == ():
         remedy = (
-            f"This model's embeddings have {embedder.dimensions} dimensions and cannot be cut. Leave it out."
+            f"This model's embeddings have {described.dimensions} dimensions and cannot be cut. Leave it out."
         )
         raise Unsupported("dimensions", remedy)
-    if not 1 <= asked <= embedder.dimensions or (shorter is not None and asked not in shorter):
-        allowed = f"from 1 to {embedder.dimensions}" if shorter is None else ", ".join(map(str, shorter))
+    if not 1 <= asked <= described.dimensions or (shorter is not None and asked not in shorter):
+        allowed = f"from 1 to {described.dimensions}" if shorter is None else ", ".join(map(str, shorter))
         raise InvalidParameter("dimensions", asked, allowed)
     return asked
 
@@ -104,7 +165,7 @@ def _encoded(row: NDArray[np.float32], form: str) -> str | list[float]:
     return numbers
 
 
-def _inputs(embedder: Embedder, given: Any) -> list[Tokens]:
+def _inputs(model: EmbeddingModel, given: Any) -> list[Tokens]:
     """Returns the tokens of each input. Raises RequestError."""
     if isinstance(given, str) or _are_ids(given):
         given = [given]
@@ -117,10 +178,13 @@ def _inputs(embedder: Embedder, given: Any) -> list[Tokens]:
     inputs: list[Tokens] = []
     total = 0
     for index, each in enumerate(given):
-        tokens = _tokens(embedder, each, f"input[{index}]")
+        tokens = _tokens(model, each, f"input[{index}]")
         total += len(tokens)
-        if len(tokens) > embedder.most_tokens:
-            raise InputTooLong(len(tokens), "tokens", embedder.most_tokens, param=f"input[{index}]")
+        most = model.engine.most_tokens
+        if not 1 <= len(tokens) <= most:
+            if not len(tokens):
+                raise EmptyPrompt(f"input[{index}]")
+            raise InputTooLong(len(tokens), "tokens", most, param=f"input[{index}]")
         if total > MAX_INPUT_TOKENS:
             allowed = f"inputs of at most {MAX_INPUT_TOKENS:,} tokens together. Send them in several requests"
             raise InvalidParameter("input", "…", allowed)
@@ -128,29 +192,20 @@ def _inputs(embedder: Embedder, given: Any) -> list[Tokens]:
     return inputs
 
 
-def _tokens(embedder: Embedder, each: Any, path: str) -> Tokens:
+def _tokens(model: EmbeddingModel, each: Any, path: str) -> Tokens:
     if isinstance(each, str):
         refuse_surrogates(each, path)
         if not each.strip():
             raise EmptyPrompt(path)
-        return embedder.tokens_of(each)
+        return model.embedder.tokens_of(each)
     if not _are_ids(each):
         raise InvalidParameter(path, each, "a string, or a list of token ids")
     least, largest = min(each), max(each)
-    if not 0 <= least <= largest < embedder.vocab_size:
-        raise InvalidParameter(
-            path, least if least < 0 else largest, f"token ids from 0 to {embedder.vocab_size - 1}"
-        )
+    vocab_size = model.description.vocab_size
+    if not 0 <= least <= largest < vocab_size:
+        raise InvalidParameter(path, least if least < 0 else largest, f"token ids from 0 to {vocab_size - 1}")
     return np.array(each, np.int32)
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
-
-
-def not_embedded(name: str) -> Unsupported:
-    """Returns the refusal of a generation model."""
-    return Unsupported(
-        "model",
-        f"{name!r} generates text: its files declare no pooling (modules.json). Serve an embedding model.",
-    )
