@@ -29,7 +29,7 @@ def save_embedding_model(
     known = AutoConfig.for_model(model_type).to_dict()
     sizes = _SIZES | ({"num_key_value_heads": 2, "head_dim": 8} if "num_key_value_heads" in known else {})
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, initializer_range=0.3, **sizes, **fields)
+    config = AutoConfig.for_model(model_type, initializer_range=0.3, **{**sizes, **fields})
     AutoModel.from_config(config).save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

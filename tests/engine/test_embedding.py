@@ -36,8 +36,12 @@ class FakeEmbedder:
     def tokens_of(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
+    def embed(
+        self, inputs: Sequence[Tokens], between_layers: Callable[[float], None] = lambda done: None
+    ) -> NDArray[np.float32]:
         self.before(inputs)
+        for layer in range(1, 10):
+            between_layers(layer / 10)
         self.forwards.append([len(tokens) for tokens in inputs])
         return np.array([embedding_of(tokens) for tokens in inputs], np.float32)
 
@@ -179,6 +183,28 @@ def test_forwards_and_the_steps_of_another_model_alternate(
     engine.stop()
 
 
+def test_another_model_decodes_in_the_middle_of_a_long_forward(
+    device: DeviceThread, embedder: FakeEmbedder
+) -> None:
+    order: list[str] = []
+    engine = EmbeddingEngine(embedder, CONFIG)
+    other = Decoding(lambda: order.append("step"))
+    embedder.before = lambda inputs: order.append("forward")
+    engine.start(device)
+    device.add(other)
+    engine.submit(inputs_of(96, 20)).done.result(HANG_S)
+    first, second = (at for at, kind in enumerate(order) if kind == "forward")
+    assert second - first - 1 == 2 + 1, "after each third of 96 tokens, and after the forward"
+    device.remove(other)
+    other.decodes = False
+    device.add(other)
+    order.clear()
+    engine.submit(inputs_of(96, 20)).done.result(HANG_S)
+    first, second = (at for at, kind in enumerate(order) if kind == "forward")
+    assert second - first - 1 == 1, "nothing waits for its next token"
+    engine.stop()
+
+
 def test_a_cancelled_request_is_dropped(engine: EmbeddingEngine, embedder: FakeEmbedder) -> None:
     running, waiting = engine.submit(inputs_of(*[100] * 300)), engine.submit(inputs_of(5))
     engine.step()
@@ -223,7 +249,7 @@ def test_a_forward_that_fails_fails_its_requests_only(
 def test_embeddings_that_are_not_finite_are_an_error(
     engine: EmbeddingEngine, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder
 ) -> None:
-    monkeypatch.setattr(embedder, "embed", lambda inputs: np.full((len(inputs), 3), np.nan, np.float32))
+    monkeypatch.setattr(embedder, "embed", lambda inputs, _: np.full((len(inputs), 3), np.nan, np.float32))
     job = engine.submit(inputs_of(5))
     run(engine)
     assert isinstance(job.done.exception(0), StepFailed)

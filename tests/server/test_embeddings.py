@@ -310,9 +310,9 @@ def test_forwards_run_on_the_thread_of_the_steps(both: Several, monkeypatch: pyt
     embedder = slot.loaded_embedding.embedder
     compute = embedder.embed
 
-    def noted(inputs: Any) -> Any:
+    def noted(*inputs: Any) -> Any:
         threads.append(threading.current_thread())
-        return compute(inputs)
+        return compute(*inputs)
 
     monkeypatch.setattr(embedder, "embed", noted)
     assert embed(both.client, "abc", model="tiny").status_code == 200
@@ -371,10 +371,10 @@ def test_a_stopped_server_ends_its_requests(directory: Path) -> None:
         reached, goes_on = threading.Event(), threading.Event()
         compute = slot.loaded_embedding.embedder.embed
 
-        def held(inputs: Any) -> Any:
+        def held(*inputs: Any) -> Any:
             reached.set()
             assert goes_on.wait(HANG_S)
-            return compute(inputs)
+            return compute(*inputs)
 
         slot.loaded_embedding.embedder.embed = held  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:

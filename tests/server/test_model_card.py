@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_plain
+from embedding_models import save_embedding_model
 from rootstock.cache.families import ChunkedAttention, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cli import main as command
 from rootstock.runtime.base import ModelDescription
@@ -89,6 +90,17 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
         "dtype           float32, cache in float32, on cpu",
     ):
         assert line in out.splitlines()
+
+
+def test_models_check_describes_an_embedding_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_embedding_model(tmp_path / "tiny")
+    checked = ["models", "check", str(directory), "--dtype", "float32", "--device", "cpu"]
+    assert run(monkeypatch, *checked) == 0
+    table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert table["embeddings"].strip() == "32 dimensions, pooling mean"
+    assert table["input"].strip() == "at most 48 tokens"
 
 
 def test_models_check_prints_one_line_for_a_refused_model_and_exits_with_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from embedding_models import own_embedding, save_embedding_model
 from waiting import HANG_S
 
 PROMPT = "<|user|>Say something.<|assistant|>"
@@ -23,7 +26,6 @@ PROMPT = "<|user|>Say something.<|assistant|>"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Path]:
     from checkpoints import save_chat
-    from embedding_models import save_embedding_model
 
     return {
         "llama": checkpoint,
@@ -82,7 +84,7 @@ def answer(server: str, model: str, **fields: Any) -> Any:
 def test_each_model_gives_the_text_of_transformers_also_after_an_unload(
     server: str, models: dict[str, Path]
 ) -> None:
-    expected = {name: dense_greedy(path, 12) for name, path in models.items()}
+    expected = {name: dense_greedy(models[name], 12) for name in ("llama", "hybrid")}
     assert expected["llama"] != expected["hybrid"]
     for _ in range(2):
         for name in ("llama", "hybrid", "llama"):
@@ -91,3 +93,50 @@ def test_each_model_gives_the_text_of_transformers_also_after_an_unload(
     assert answer(server, "gpt-4o")["choices"][0]["text"] == expected["hybrid"]
     stats = httpx.get(f"{server}/v1/cache/stats?model=hybrid", timeout=HANG_S).json()
     assert stats["tier"]["records"] > 0, "its cache was written to the disk when it was unloaded"
+
+
+def embedded(server: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server}/v1/embeddings", json={"input": ["abc", "a b"], **fields}, timeout=HANG_S)
+
+
+def expect_embeddings(response: httpx.Response, directory: Path) -> None:
+    assert response.status_code == 200, response.text
+    for text, found in zip(["abc", "a b"], response.json()["data"], strict=True):
+        expected = own_embedding(directory, text, "mean").numpy()
+        np.testing.assert_allclose(found["embedding"], expected, atol=2e-5)
+
+
+def test_an_embedding_model_is_served_beside_them(server: str, models: dict[str, Path]) -> None:
+    for name in ("small", "text-embedding-3-small"):
+        expect_embeddings(embedded(server, model=name), models["small"])
+    assert embedded(server, model="llama").json()["error"]["code"] == "unsupported_parameter"
+    answer(server, "llama")
+
+
+def test_an_embedding_model_alone_has_ids_log_lines_and_metrics(models: dict[str, Path]) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "rootstock", "serve", str(models["small"]), "--port", "0"),
+            *("--dtype", "float32", "--device", "cpu", "--log-format", "json", "--access-log"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    found = re.search(r"http://[\d.]+:\d+", ready)
+    assert found, (ready, process.communicate())
+    assert f"{models['small'].name} (loaded, embeddings of 32 dimensions)" in ready
+    assert "KV" not in ready
+    response = embedded(found[0], model="any-name")
+    expect_embeddings(response, models["small"])
+    metrics = httpx.get(f"{found[0]}/metrics", timeout=HANG_S).text
+    assert f'rootstock_request_seconds_count{{model_name="{models["small"].name}",tenant=""}} 1.0' in metrics
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, out) == (0, ""), err
+    lines = [json.loads(line) for line in err.splitlines()]
+    [access] = [line for line in lines if line.get("route") == "/v1/embeddings"]
+    assert access["request_id"] == response.headers["X-Request-Id"]
+    assert access["prompt_tokens"] == 5 + 5

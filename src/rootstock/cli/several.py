@@ -71,7 +71,10 @@ def loader(
     def load(one: ServedModelConfig) -> Assembly | Embedder:
         directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
         if is_embedding_model(directory):
-            return _load_embedder(one, directory, budget, generates=bool(generating))
+            report("load", 0.0)
+            embedder = _load_embedder(one, directory, budget, generates=bool(generating))
+            report("load", 1.0)
+            return embedder
         defaults = SamplingDefaults()
         if sampling_source is SamplingSource.model:
             defaults = SamplingDefaults.of_model(one.model.model, directory)

@@ -112,6 +112,12 @@ class DeviceThread:
         """Returns whether the device has another engine."""
         return any(other is not engine for other in self._engines)
 
+    def give_way(self, engine: Turns) -> None:
+        """Gives each other engine that decodes a turn in the middle of a step of this one, on the thread."""
+        for other in list(self._engines):
+            if other is not engine and other.decodes and other.has_turn:
+                self._guarded(other, other.step)
+
     def _remove(self, engine: Turns) -> None:
         if engine in self._engines:
             self._engines.remove(engine)

@@ -1,8 +1,9 @@
 """The engine of an embedding model: the inputs of all requests share forwards, on the thread of a device.
 
 A forward takes inputs of similar lengths, and no more tokens than a step of a generation model, unless one input has
-more by itself. Between two forwards the other engines of the device have their turns. Requests take turns as well: each
-forward begins with an input of another request, so that a small request does not wait for the end of a large one.
+more by itself. Between two forwards the other engines of the device have their turns, and those that decode also in
+the middle of a longer forward. Requests take turns as well: each forward begins with an input of another request, and
+a small request does not wait for the end of a large one.
 """
 
 from __future__ import annotations
@@ -113,6 +114,34 @@ class EmbeddingJob:
         """Fails the request, unless it has ended."""
         if not self.done.done() and self.done.set_running_or_notify_cancel():
             self.done.set_exception(error)
+
+
+class _OthersTurns:
+    """Turns of engines that decode, within a forward of more tokens than a chunk: one after each chunk's share."""
+
+    def __init__(
+        self,
+        device: DeviceThread | None,
+        engine: EmbeddingEngine,
+        tokens: int,
+        chunk_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.taken_s = 0.0
+        self._device = device
+        self._engine = engine
+        self._chunk_share = chunk_tokens / tokens  # of the forward
+        self._due = self._chunk_share
+        self._clock = clock
+
+    def between_layers(self, done: float) -> None:
+        """Gives way if a chunk's share has been computed since the last time."""
+        if self._device is None or done < self._due:
+            return
+        self._due = done + self._chunk_share
+        began = self._clock()
+        self._device.give_way(self._engine)
+        self.taken_s += self._clock() - began
 
 
 class EmbeddingEngine:
@@ -253,8 +282,11 @@ class EmbeddingEngine:
         inputs = [job.inputs[index] for job, index in batch]
         for job, _ in batch:
             job.begin(began)
+        turns = _OthersTurns(
+            self._device, self, max(map(len, inputs)) * len(inputs), self._config.chunk_tokens
+        )
         try:
-            rows = self.embedder.embed(inputs)
+            rows = self.embedder.embed(inputs, turns.between_layers)
             if not np.isfinite(rows).all():
                 raise FloatingPointError("an embedding is not finite")
         except Exception as error:
@@ -266,7 +298,7 @@ class EmbeddingEngine:
             self._take_rows(batch, rows)
         finally:
             self._counts.steps += 1
-            self._counts.forward_s += self._clock() - began
+            self._counts.forward_s += self._clock() - began - turns.taken_s
             self._counts.computed_tokens += sum(map(len, inputs))
             self._step_began = None
             self._running.rotate(-1)

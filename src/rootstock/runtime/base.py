@@ -3,7 +3,7 @@ forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -171,9 +171,11 @@ class Embedder(Protocol):
         """Tokenizes a text, with the model's special tokens around it. From any thread. Raises InputTooLong."""
         ...
 
-    def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
+    def embed(
+        self, inputs: Sequence[Tokens], between_layers: Callable[[float], None] = lambda done: None
+    ) -> NDArray[np.float32]:
         """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens, in one forward.
 
-        One thread calls it.
+        Calls `between_layers` with the done share of the forward, where it can be interrupted. One thread calls it.
         """
         ...

@@ -47,6 +47,19 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, model_type: str, p
         np.testing.assert_allclose(row, expected, atol=2e-5 * max(1.0, float(np.abs(expected).max())))
 
 
+@pytest.mark.parametrize("model_type", ["bert", "qwen3", "modernbert"])
+def test_a_forward_can_be_interrupted_between_layers(tmp_path: Path, model_type: str) -> None:
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2)
+    fields = special if model_type == "modernbert" else {}
+    save_embedding_model(tmp_path, model_type, num_hidden_layers=4, **fields)
+    embedder = load(tmp_path)
+    inputs = [embedder.tokens_of(text) for text in TEXTS]
+    seen: list[float] = []
+    found = embedder.embed(inputs, seen.append)
+    assert seen == [0.25, 0.5, 0.75]
+    np.testing.assert_array_equal(embedder.embed(inputs), found)
+
+
 def test_poolings_are_concatenated(tmp_path: Path) -> None:
     embedder = load(save_embedding_model(tmp_path, "bert", ["cls", "mean"], normalized=False))
     assert embedder.description.dimensions == 64

@@ -7,7 +7,8 @@ the right. The engine (`engine/embedding.py`) divides inputs among forwards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class TorchEmbedder:
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._most_chars = self.description.most_tokens * max(longest, _WORD_CHARS)
         self._lock = threading.Lock()  # of the tokenizer, which is not thread-safe
+        self._between_layers: Callable[[float], None] | None = None  # during a forward
+        self._follow_layers()
 
     def tokens_of(self, text: str) -> Tokens:
         """Tokenizes a text, with the model's special tokens around it. Raises InputTooLong."""
@@ -79,11 +82,35 @@ class TorchEmbedder:
             ids = self._tokenizer(text, truncation=False, verbose=False)["input_ids"]
         return np.array(ids, np.int32)
 
-    def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
-        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens, in one forward."""
-        with torch.inference_mode():
-            found: NDArray[np.float32] = self._forward(inputs).cpu().numpy()
+    def embed(
+        self, inputs: Sequence[Tokens], between_layers: Callable[[float], None] = lambda done: None
+    ) -> NDArray[np.float32]:
+        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens, in one forward.
+
+        Calls `between_layers` with the done share of the forward before each layer but the first.
+        """
+        self._between_layers = between_layers
+        try:
+            with torch.inference_mode():
+                found: NDArray[np.float32] = self._forward(inputs).cpu().numpy()
+        finally:
+            self._between_layers = None
         return found
+
+    def _follow_layers(self) -> None:
+        """Makes the model's forward call `between_layers`."""
+        layers = max(
+            (module for module in self._model.modules() if isinstance(module, nn.ModuleList)),
+            key=len,
+            default=nn.ModuleList(),
+        )
+        for number, layer in enumerate(layers):
+            if number:
+                layer.register_forward_pre_hook(partial(self._before_layer, number / len(layers)))
+
+    def _before_layer(self, done: float, *_: Any) -> None:
+        if self._between_layers is not None:
+            self._between_layers(done)
 
     def _forward(self, inputs: Sequence[Tokens]) -> Tensor:
         width = max(map(len, inputs))
