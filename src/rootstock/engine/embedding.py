@@ -331,8 +331,8 @@ class EmbeddingEngine:
         """Takes the inputs of the next forward: one of the first request, and others that need little padding."""
         first, step_tokens = self._running[0].longest, self._most_step_tokens()
         # Longer inputs of other requests join, as long as the first one needs no more padding than itself.
-        reach = min(max(_SHORT_TOKENS, 2 * first), step_tokens // 2)
-        width = max([first, *(job.longest_within(reach) for job in self._running)])
+        widest = min(max(_SHORT_TOKENS, 2 * first), step_tokens // 2)
+        width = max([first, *(job.longest_within(widest) for job in self._running)])
         least = 1 if width <= _SHORT_TOKENS else (width + 1) // 2
         most_rows = max(1, min(_MOST_ROWS, step_tokens // width))
         batch: list[tuple[EmbeddingJob, int]] = []
