@@ -356,7 +356,9 @@ def test_a_server_stops_an_engine_whose_unload_waits_for_a_load() -> None:
         served(config_of("a"), config_of("b", **DEMAND), prepare=prepare) as several,
     ):
         slots, (first, _) = several.registry.slots, several.registry.slots.all
-        engine = slots.model_of(first).engine
+        model = first.loaded
+        assert model is not None
+        engine = model.engine
         threads.submit(several.chat, "b")
         wait_for(loading)
         unloaded = slots.unload(first)
