@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         [
             *(sys.executable, "-m", "rootstock", "serve", "--models", str(folder / "models.yaml")),
             *("--port", "0", "--dtype", "float32", "--device", "cpu", "--kv-budget", "2MiB"),
-            *("--disk-dir", str(folder / "tier"), "--alias", "gpt-4o=hybrid"),
+            *("--disk-dir", str(folder / "tier"), "--alias", "gpt-4o=hybrid", "--chunk-tokens", "16"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -111,6 +112,24 @@ def test_an_embedding_model_is_served_beside_them(server: str, models: dict[str,
         expect_embeddings(embedded(server, model=name), models["small"])
     assert embedded(server, model="llama").json()["error"]["code"] == "unsupported_parameter"
     answer(server, "llama")
+
+
+def test_both_kinds_compute_in_turns_with_the_numbers_of_each_alone(
+    server: str, models: dict[str, Path]
+) -> None:
+    expected = dense_greedy(models["llama"], 60)
+    # Longer than a chunk: the other model decodes between the layers of a forward, too.
+    texts = ["the quick brown fox jumps over a lazy dog then"[at % 8 :].strip() for at in range(400)]
+    with ThreadPoolExecutor(2) as pool:
+        embeddings = pool.submit(embedded, server, model="small", input=texts)
+        answers = [pool.submit(answer, server, "llama", max_tokens=60) for _ in range(3)]
+        assert {one.result(HANG_S)["choices"][0]["text"] for one in answers} == {expected}
+        response = embeddings.result(HANG_S)
+    assert response.status_code == 200, response.text
+    data = response.json()["data"]
+    alone = [own_embedding(models["small"], text, "mean").numpy() for text in texts[:8]]
+    for at, found in enumerate(data):
+        np.testing.assert_allclose(found["embedding"], alone[at % 8], atol=2e-5)
 
 
 def test_an_embedding_model_alone_has_ids_log_lines_and_metrics(models: dict[str, Path]) -> None:
