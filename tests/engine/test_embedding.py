@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
+from rootstock.engine import embedding
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.embedding import EmbeddingEngine
 from rootstock.errors import EngineStopped, QueueFull, StepFailed
@@ -263,6 +264,19 @@ def test_the_queue_is_bounded(engine: EmbeddingEngine) -> None:
     run(engine)
     assert all(job.done.done() for job in jobs)
     assert engine.stats().computed_tokens == 100 * len(jobs)
+
+
+def test_the_memory_of_unfinished_embeddings_is_bounded(
+    embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "_MOST_HELD_BYTES", 10 * 3 * 4)  # of 10 inputs
+    engine = EmbeddingEngine(embedder, CONFIG)
+    jobs = [engine.submit(inputs_of(*[100] * count)) for count in (6, 4, 1, 20)]
+    engine.step()
+    assert embedder.forwards == [[100] * 10], "those of the first two requests"
+    assert engine.stats().waiting == 2
+    run(engine)
+    assert [len(job.done.result(0).rows) for job in jobs] == [6, 4, 1, 20], "the last one runs alone"
 
 
 def test_stop_fails_the_requests_that_are_left(device: DeviceThread, embedder: FakeEmbedder) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -32,7 +35,7 @@ from rootstock.server.tracing import Tracing
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.conftest import GREEDY, Served, assert_error, user
-from waiting import HANG_S, wait_until
+from waiting import HANG_S, wait_for, wait_until
 
 
 def embedding_config(directory: Path, name: str = "tiny", **fields: Any) -> ServedModelConfig:
@@ -373,18 +376,44 @@ def test_a_stopped_server_ends_its_requests(directory: Path) -> None:
 
         def held(*inputs: Any) -> Any:
             reached.set()
-            assert goes_on.wait(HANG_S)
+            wait_for(goes_on)
             return compute(*inputs)
 
         slot.loaded_embedding.embedder.embed = held  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
             answer = pool.submit(embed, served.client, [[4] * 40] * 2000)
-            assert reached.wait(HANG_S)
+            wait_for(reached)
             stopping = pool.submit(served.registry.stop)
             wait_until(lambda: not slot.loaded_embedding or not slot.loaded_embedding.engine.health().alive)
             goes_on.set()
             stopping.result(HANG_S)
             assert_error(answer.result(HANG_S), 503, "engine_stopped")
+
+
+def test_inputs_of_a_client_that_leaves_are_dropped(directory: Path) -> None:
+    with serving_models(embedding_config(directory)) as served:
+        model = served.registry.slot("tiny").loaded_embedding
+        assert model is not None
+        reached, goes_on = threading.Event(), threading.Event()
+        compute = model.embedder.embed
+
+        def held(*inputs: Any) -> Any:
+            reached.set()
+            wait_for(goes_on)
+            return compute(*inputs)
+
+        model.embedder.embed = held  # type: ignore[method-assign]
+        body = json.dumps({"input": [[4] * 40] * 2000}).encode()
+        address = urlsplit(str(served.client.base_url))
+        with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+            head = f"Host: {address.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\n" + head.encode() + body)
+            wait_for(reached)
+        line = 'rootstock_requests_total{outcome="disconnected",route="/v1/embeddings"} 1.0'
+        wait_until(lambda: line in served.client.get("/metrics").text)
+        goes_on.set()
+        wait_until(lambda: not model.engine.has_requests)
+        assert model.engine.stats().steps == 1, "the rest of the inputs was not computed"
 
 
 # ---- seen by the operator

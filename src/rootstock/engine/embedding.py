@@ -26,12 +26,14 @@ from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.stats import HUNG_AFTER_S, Health
 from rootstock.errors import EngineStopped, QueueFull, RootstockError, StepFailed
 from rootstock.runtime.base import Embedder
+from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
 
 _IDLE_CHUNKS = 4  # that a forward may take while no other model decodes
 _LONE_TOKENS = 8_192  # of a forward while the device has no other model
 _MOST_ROWS = 64  # of a forward
+_MOST_HELD_BYTES = 256 * MIB  # of the embeddings of requests that run
 _SHORT_TOKENS = 64  # inputs of at most so many tokens share a forward, whatever their lengths
 
 
@@ -316,11 +318,16 @@ class EmbeddingEngine:
     def _admit(self) -> None:
         """Begins waiting requests while there is room, without those that were cancelled."""
         self._drop_ended()
+        most_rows = _MOST_HELD_BYTES // (4 * self.embedder.description.dimensions)
+        rows = sum(len(job.inputs) for job in self._running)
         with self._lock:
             while self._waiting and len(self._running) < self._config.max_batch:
+                if self._running and rows + len(self._waiting[0].inputs) > most_rows:
+                    break
                 job = self._waiting.popleft()
                 if not job.has_ended:
                     self._running.append(job)
+                    rows += len(job.inputs)
 
     def _drop_ended(self) -> None:
         ended = [job for job in self._running if job.has_ended]
