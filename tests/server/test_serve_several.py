@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +12,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from checkpoints import dense_greedy, save_chat
+from cli.running import Process
 from embedding_models import own_embedding, save_embedding_model
 from waiting import HANG_S
 
@@ -26,8 +23,6 @@ PROMPT = "<|user|>Say something.<|assistant|>"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Path]:
-    from checkpoints import save_chat
-
     return {
         "llama": checkpoint,
         "hybrid": save_chat(tmp_path_factory.mktemp("second"), "states"),
@@ -42,37 +37,15 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         f"llama: {{model: {models['llama']}}}\nhybrid: {{model: {models['hybrid']}, load: demand}}\n"
         f"small: {{model: {models['small']}, alias: text-embedding-3-small}}\n"
     )
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "rootstock", "serve", "--models", str(folder / "models.yaml")),
-            *("--port", "0", "--dtype", "float32", "--device", "cpu", "--kv-budget", "2MiB"),
-            *("--disk-dir", str(folder / "tier"), "--alias", "gpt-4o=hybrid", "--chunk-tokens", "16"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = Process(
+        *("-m", "rootstock", "serve", "--models", str(folder / "models.yaml")),
+        *("--port", "0", "--dtype", "float32", "--device", "cpu", "--kv-budget", "2MiB"),
+        *("--disk-dir", str(folder / "tier"), "--alias", "gpt-4o=hybrid", "--chunk-tokens", "16"),
     )
-    assert process.stdout is not None
-    ready = process.stdout.readline()
-    found = re.search(r"http://[\d.]+:\d+", ready)
-    assert found, (ready, process.communicate())
-    assert "llama (loaded), hybrid (unloaded), small (loaded, embeddings of 32 dimensions)" in ready
-    yield found[0]
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (0, ""), err
-    assert "Traceback" not in err
+    assert "llama (loaded), hybrid (unloaded), small (loaded, embeddings of 32 dimensions)" in process.ready
+    yield process.url
+    process.stop_cleanly(signal.SIGTERM)
     assert len(list((folder / "tier").iterdir())) == 2, "each generation model has a folder of the disk tier"
-
-
-def dense_greedy(checkpoint: Path, count: int) -> str:
-    """Generates with transformers alone."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
-    with torch.inference_mode():
-        out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def answer(server: str, model: str, **fields: Any) -> Any:
@@ -85,7 +58,7 @@ def answer(server: str, model: str, **fields: Any) -> Any:
 def test_each_model_gives_the_text_of_transformers_also_after_an_unload(
     server: str, models: dict[str, Path]
 ) -> None:
-    expected = {name: dense_greedy(models[name], 12) for name in ("llama", "hybrid")}
+    expected = {name: dense_greedy(models[name], PROMPT, 12) for name in ("llama", "hybrid")}
     assert expected["llama"] != expected["hybrid"]
     for _ in range(2):
         for name in ("llama", "hybrid", "llama"):
@@ -117,7 +90,7 @@ def test_an_embedding_model_is_served_beside_them(server: str, models: dict[str,
 def test_both_kinds_compute_in_turns_with_the_numbers_of_each_alone(
     server: str, models: dict[str, Path]
 ) -> None:
-    expected = dense_greedy(models["llama"], 60)
+    expected = dense_greedy(models["llama"], PROMPT, 60)
     # Longer than a chunk: the other model decodes between the layers of a forward, too.
     texts = ["the quick brown fox jumps over a lazy dog then"[at % 8 :].strip() for at in range(400)]
     with ThreadPoolExecutor(2) as pool:
@@ -133,28 +106,18 @@ def test_both_kinds_compute_in_turns_with_the_numbers_of_each_alone(
 
 
 def test_an_embedding_model_alone_has_ids_log_lines_and_metrics(models: dict[str, Path]) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "rootstock", "serve", str(models["small"]), "--port", "0"),
-            *("--dtype", "float32", "--device", "cpu", "--log-format", "json", "--access-log"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = Process(
+        *("-m", "rootstock", "serve", str(models["small"]), "--port", "0"),
+        *("--dtype", "float32", "--device", "cpu", "--log-format", "json", "--access-log"),
     )
-    assert process.stdout is not None
-    ready = process.stdout.readline()
-    found = re.search(r"http://[\d.]+:\d+", ready)
-    assert found, (ready, process.communicate())
-    assert f"{models['small'].name} (loaded, embeddings of 32 dimensions)" in ready
-    assert "KV" not in ready
-    response = embedded(found[0], model="any-name")
+    assert f"{models['small'].name} (loaded, embeddings of 32 dimensions)" in process.ready
+    assert "KV" not in process.ready
+    response = embedded(process.url, model="any-name")
     expect_embeddings(response, models["small"])
-    metrics = httpx.get(f"{found[0]}/metrics", timeout=HANG_S).text
+    metrics = httpx.get(f"{process.url}/metrics", timeout=HANG_S).text
     assert f'rootstock_request_seconds_count{{model_name="{models["small"].name}",tenant=""}} 1.0' in metrics
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (0, ""), err
+    status, out, err = process.stop(signal.SIGTERM)
+    assert (status, out) == (0, ""), err
     lines = [json.loads(line) for line in err.splitlines()]
     [access] = [line for line in lines if line.get("route") == "/v1/embeddings"]
     assert access["request_id"] == response.headers["X-Request-Id"]

@@ -225,7 +225,8 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
     def counts(name: str, help: str, label: str, values: Mapping[str, float]) -> None:
         families.counters(f"rootstock_{name}", help, label, values, labels)
 
-    _add_steps(families, counters, stats.running, stats.waiting, stats.phases, labels)
+    phases = {phase.value: count for phase, count in stats.phases.items()}
+    _add_steps(families, counters, stats.running, stats.waiting, phases, labels)
     if stats.paced_tokens is not None:
         help = (
             "Prompt tokens for which the last step with decodes had time, by the target inter-token latency"
