@@ -102,8 +102,6 @@ class KVCache:
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
-        if self.share is not None:
-            self.share.attach(tree, self)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -111,6 +109,8 @@ class KVCache:
             pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )
         retainer.limits = self._retained_limits
+        if self.share is not None:
+            self.share.attach(tree, self, retainer.retained)
         self._checkpoints = CheckpointWriter(
             pools, tree, self.counters, self._clock, self.write_back, retainer
         )
