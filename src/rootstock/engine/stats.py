@@ -59,6 +59,15 @@ class StepCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Requests of LoRA adapters, by the adapter's name. Names of the same files share their requests."""
+
+    most: int  # adapters that can be loaded
+    running: dict[str, int]  # requests in the batch; never 0
+    waiting: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     cache: CacheStats
     running: int
@@ -72,3 +81,4 @@ class EngineStats:
     phases: dict[str, int] = field(
         default_factory=dict
     )  # requests by their phase, without those that have ended
+    adapters: AdapterStats | None = None  # None: none was ever loaded

@@ -25,7 +25,12 @@ from rootstock.errors import EngineStopped, RequestError, RootstockError
 from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
-from rootstock.server.vllm_metrics import add_vllm_drafts, add_vllm_engine, add_vllm_requests
+from rootstock.server.vllm_metrics import (
+    add_vllm_adapters,
+    add_vllm_drafts,
+    add_vllm_engine,
+    add_vllm_requests,
+)
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -162,6 +167,8 @@ class _ScrapeCollector(Collector):
             add_vllm_engine(families, stats, config, vllm_labels)
             if model.engine.why_no_drafts is None:
                 add_vllm_drafts(families, stats.counters, vllm_labels)
+            if stats.adapters is not None:
+                add_vllm_adapters(families, stats.adapters, vllm_labels)
         _add_response_store(families, self._response_store())
         yield from families
 
