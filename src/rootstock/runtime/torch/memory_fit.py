@@ -40,14 +40,16 @@ class Demands:
     pool_bytes: int = 0  # KV cache on the model's device; 0: it takes the memory that is left
     host_bytes: int = 0  # host tier in main memory, beside an accelerator
     context_limit: int | None = None
+    adapter_weights: int = 0  # numbers in the tensors of LoRA adapters that are loaded with the model
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
     """Lower bound of the memory of a model's weights."""
 
-    resident: int  # after loading
+    resident: int  # after loading, without adapters
     converted: int  # private copies during loading: tensors of another dtype; the others stay mapped files
+    adapters: int = 0  # of LoRA adapters, which are loaded last and never quantized
 
 
 def weight_bytes(
@@ -83,7 +85,9 @@ def refuse_too_large(
     """Raises ModelTooLarge if the weights do not fit in the free memory, InvalidOption if weights and budgets
     together do not."""
     words = dtype if quantize == "none" else f"{dtype} with {quantize} weights"
-    resident, converted = weights.resident, weights.converted
+    resident, converted = weights.resident + weights.adapters, weights.converted
+    if weights.adapters:
+        words = f"{words}, with {in_units(weights.adapters)} of LoRA adapters"
     free_host = free_host_bytes()
     if device.type != "cuda":
         if converted > free_host:  # all weights are loaded before the first is quantized

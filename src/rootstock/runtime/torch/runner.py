@@ -88,6 +88,7 @@ def load_model(
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         if config.memory_check:
             needed = weight_bytes(stored_tensors(name, files), empty, dtype, config.quantize)
+            needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         del empty
         report("load", 0.0)
