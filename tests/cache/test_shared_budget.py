@@ -74,6 +74,42 @@ def test_what_saves_more_time_per_byte_stays_longer() -> None:
     assert hit(cheap, prompt(0, 5)) == 0
 
 
+@pytest.mark.parametrize("price", [1.0, 10.0])
+def test_a_flood_of_new_prompts_to_one_model_leaves_another_its_prefixes(price: float) -> None:
+    """The budget pays for the conversations and for a few prompts besides, of which many more come between two
+    turns."""
+    now = Clock()
+    budget = SharedBudget(24 * SIZE)
+    used, flooded = (cache_of(budget, FullAttention(1, 1), now=now, price=each) for each in (1.0, price))
+    found = []
+    for turn in range(400):
+        for new in range(3):
+            now.now += 1
+            run(flooded, prompt(10_000 + 100 * (3 * turn + new), 4))
+        found.append(hit(used, prompt(100 * (turn % 4), 5)) // SIZE)
+        run(used, prompt(100 * (turn % 4), 4))
+    assert sum(found[200:]) >= 0.95 * 200 * 4
+    for cache in (used, flooded):
+        cache.check()
+
+
+def test_a_model_whose_prompts_are_asked_for_again_gets_memory_again() -> None:
+    """It had only new prompts before. Evicted prefixes that are asked for count as those that are found."""
+    now = Clock()
+    budget = SharedBudget(24 * SIZE)
+    one, other = (cache_of(budget, FullAttention(1, 1), now=now) for _ in range(2))
+    for turn in range(200):
+        now.now += 1
+        run(one, prompt(10_000 + 100 * turn, 4))
+        run(other, prompt(100 * (turn % 5), 4))
+    assert hit(one, prompt(10_000 + 100 * 198, 5)) == 0
+    for turn in range(200):
+        now.now += 1
+        run(one, prompt(100 * (turn % 2), 4))
+        run(other, prompt(100 * (turn % 5), 4))
+    assert hit(one, prompt(100, 5)) == hit(one, prompt(0, 5)) == 4 * SIZE
+
+
 def test_rows_of_running_requests_stay_and_a_refused_admission_changes_nothing() -> None:
     _, one, other = pair(8)
     lease, _ = admit(one, prompt(0, 6))

@@ -20,6 +20,8 @@ Value = tuple[bool, bool, int, int, float]
 # Orders retained entries within a tenant's share: the level, then the logarithm of the seconds that a byte saves.
 Standing = tuple[Level, float]
 _LEAST_PRICE = 1e-30
+_LEAST_REUSE = 1e-3
+_REUSE_GAIN = 0.02  # of each prompt, in the moving average
 
 
 class SharedCache(Protocol):
@@ -136,6 +138,9 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
+        # Share of the prompts' tokens that the cache has, or had before an eviction. What nobody asks for again saves
+        # nothing, however dear its prefill.
+        self.reuse = 1.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
         self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
@@ -210,9 +215,14 @@ class BudgetShare:
     def retaining(self) -> RetainingCache | None:
         return self._retaining
 
+    def observe_prompt(self, known_share: float) -> None:
+        """Learns from a prompt that this share of its tokens was cached before, evicted since or not."""
+        self.reuse += _REUSE_GAIN * (known_share - self.reuse)
+
     @property
     def log_price(self) -> float:
-        return math.log(max(self.price, _LEAST_PRICE))
+        """The logarithm of the time that a byte of a plain block saves, by the chance that it is asked for again."""
+        return math.log(max(self.price, _LEAST_PRICE)) + math.log(max(self.reuse, _LEAST_REUSE))
 
     @property
     def excess_bytes(self) -> int:
