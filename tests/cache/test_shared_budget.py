@@ -159,7 +159,7 @@ def only(lease: Lease) -> HintOutcome:
 
 
 @pytest.mark.behaviour(27)
-def test_what_hints_retain_in_all_models_together_stays_within_the_share() -> None:
+def test_retained_prefixes_of_all_models_together_stay_within_the_share() -> None:
     caches = hinted(Clock())
     assert only(run(caches[0], prompt(0, 12), hints=kept(300.0))).verdict is Verdict.ACCEPTED
     outcome = only(run(caches[1], prompt(0, 8), hints=kept(300.0)))

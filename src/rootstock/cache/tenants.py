@@ -1,4 +1,4 @@
-"""Active tenants: those that sent a request in the last hour. They divide what can be retained and pinned."""
+"""Active tenants: those that sent a request in the last hour. They divide the bytes that can be kept."""
 
 from __future__ import annotations
 
