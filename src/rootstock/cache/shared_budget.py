@@ -138,8 +138,8 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
-        # Share of the prompts' tokens that the cache has, or had before an eviction. Entries that no request uses again
-        # save nothing, however dear their prefill is.
+        # Share of the prompts' tokens that the cache has, or had before an eviction. Entries that no request uses
+        # again save nothing, however dear their prefill is.
         self.reuse = 1.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
