@@ -76,6 +76,11 @@ class AdapterSource:
     nbytes: int
     stamp: tuple[int, ...]  # of both files, when they were hashed
 
+    @property
+    def weight_count(self) -> int:
+        """Numbers in all tensors."""
+        return _count(self.tensors)
+
     def refuse_changed(self) -> None:
         """Raises AdapterUnusable if a file was written since it was hashed. OSError if it is gone."""
         if _stamp(self.directory / ADAPTER_CONFIG, self.weights) != self.stamp:
@@ -139,8 +144,11 @@ def count_weights(name: str, path: str | Path) -> int:
     with _refusing(name, path):
         directory = _directory(name, path)
         _, fields = _read_config(name, directory)
-        modules = _read_header(name, directory / ADAPTER_WEIGHTS, fields).values()
-        return sum(math.prod(shape) for module in modules for shape in module.shapes.values())
+        return _count(_read_header(name, directory / ADAPTER_WEIGHTS, fields))
+
+
+def _count(modules: Mapping[str, AdaptedModule]) -> int:
+    return sum(math.prod(shape) for module in modules.values() for shape in module.shapes.values())
 
 
 def _directory(name: str, path: str | Path) -> Path:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.errors import AdapterUnusable, InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
@@ -108,6 +109,22 @@ def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free
             in_units(beside),
             f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "
             f"{in_units(weights)} (--no-memory-check serves all the same)",
+        )
+
+
+def refuse_large_adapter(source: AdapterSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises AdapterUnusable if an adapter's weights do not fit in the memory that is free beside the model's."""
+    needed = source.weight_count * dtype.itemsize
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, memory = torch.cuda.mem_get_info(device)[0] + reserved, f"memory of {device}"
+    else:
+        free, memory = free_host_bytes(), "main memory"
+    if needed > free:
+        raise AdapterUnusable(
+            source.name,
+            f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
+            "(a server with --no-memory-check loads it all the same)",
         )
 
 
