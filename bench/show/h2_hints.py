@@ -1,14 +1,18 @@
 """H2: hints. Agents whose tool calls take 1 to 30 minutes share a cache with room for a quarter of them.
 
-Of five agents, one runs unit tests (1 to 3 minutes), one builds (5 to 12), and three wait for CI or other long jobs
-(12 to 30). The median of each agent's calls is log-uniform within its kind, and each call varies around it
-(log-normal, clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All
-of them begin with one system prompt. The engine and the cache are the real ones on the oracle runtime, the cache with
-its default policy in each run. The clock is the simulation's: a step takes as long as its tokens.
+Two mixes of agents. *kinds*: of five agents, one runs unit tests (1 to 3 minutes), one builds (5 to 12), and three
+wait for CI or other long jobs (12 to 30); each agent's calls have one expected time, log-uniform within its kind.
+*claude_code*: each call's expected time is drawn from the pauses of 1 to 30 minutes behind 2,081 tool calls of 236
+real Claude Code sessions (callanjfox/kv-cache-tester). In both, a call varies around its expected time (log-normal,
+clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All of them begin with one
+system prompt. The engine and the cache are the real ones on the oracle runtime, the cache with its default policy
+in each run. The clock is the simulation's: a step takes as long as its tokens.
 
-A prompt token is *recomputed* if an earlier request had computed it and it is computed again. The budget is a quarter
-of the tokens of all running sessions, on average over time. With hints each request names its session and asks for a
-time to live of twice its agent's median, and the last one ends the session. Without hints the same requests are sent.
+A prompt token is *recomputed* if an earlier request had computed it and it is computed again. The budget is a
+quarter of the tokens of all running sessions, on average over time. With hints each request names its session and
+asks for a time to live of twice the expected time of its call, and the last one ends the session. Without hints the
+same requests are sent. `best_over_none` is the figure of a cache that knows when each session comes back (Belady's
+rule, token by token, on the same pauses): no cache can be better.
 
 Then a greedy tenant: it sends new prompts without a pause, each with the longest time to live, the highest priority
 and a session of its own, beside a tenant whose agents pause for 1 to 5 minutes and whose sessions fill two fifths of
@@ -18,6 +22,8 @@ hints itself, with that beside the same flood without hints.
 
 from __future__ import annotations
 
+import argparse
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +59,11 @@ STEP_S = 0.02
 MINUTE_S = 60.0
 # Kinds of agents, by the median time of their tool calls: unit tests, builds, and three of five wait for CI.
 KINDS = ((60.0, 180.0), (300.0, 720.0), *[(720.0, 1800.0)] * 3)
+# Seconds between a tool call and its result, in steps of 5 % of the calls that take 1 to 30 minutes.
+CLAUDE_CODE_S = (
+    *(60, 65, 67, 71, 78, 91, 98, 111, 123, 125, 129),
+    *(139, 156, 183, 193, 246, 307, 372, 604, 683, 1795),
+)
 MOST_RATIO = 0.5
 MOST_LOST_POINTS = 5.0
 
@@ -72,7 +83,17 @@ class Turn:
     new_tokens: list[int]
     answer_tokens: int
     pause_s: float
+    expected_s: float  # the client's guess of the pause
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The time in which a session's tokens wait for their next use."""
+
+    begins_s: float
+    ends_s: float
+    tokens: int  # the system prompt's excluded
 
 
 @dataclass
@@ -83,7 +104,6 @@ class Client:
     tenant: str
     turns: Iterator[Turn]
     hints: Callable[[Client, Turn], CacheHints | None]
-    median_s: float
     ready_at: float
     session: int = 0
     history: list[int] = field(default_factory=list)
@@ -93,6 +113,7 @@ class Client:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     requests: int = 0
+    pauses: list[Pause] = field(default_factory=list)
 
     @property
     def session_name(self) -> str:
@@ -170,12 +191,14 @@ class World:
         client.known_tokens = len(client.history) - 1
         client.is_waiting = False
         client.ready_at = self.clock.now + turn.pause_s
-        if turn.is_last:
+        if not turn.is_last:
+            client.pauses.append(Pause(self.clock.now, client.ready_at, client.known_tokens - SYSTEM_TOKENS))
+        else:
             client.session += 1
             client.history, client.known_tokens = [], SYSTEM_TOKENS
 
 
-def agent_turns(rng: np.random.Generator, median_s: float) -> Iterator[Turn]:
+def agent_turns(rng: np.random.Generator, expected: Iterator[float]) -> Iterator[Turn]:
     """Yields the turns of one session after the other."""
     system = np.random.default_rng(0).integers(0, VOCAB, SYSTEM_TOKENS).tolist()
     while True:
@@ -183,8 +206,32 @@ def agent_turns(rng: np.random.Generator, median_s: float) -> Iterator[Turn]:
         for number in range(turns):
             head = system if number == 0 else []
             new = rng.integers(0, VOCAB, int(rng.integers(40, 160))).tolist()
-            pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), MINUTE_S, 30 * MINUTE_S))
-            yield Turn([*head, *new], int(rng.integers(4, 12)), pause_s, number == turns - 1)
+            expected_s = next(expected)
+            pause_s = float(np.clip(expected_s * rng.lognormal(0.0, 0.4), MINUTE_S, 30 * MINUTE_S))
+            yield Turn([*head, *new], int(rng.integers(4, 12)), pause_s, expected_s, number == turns - 1)
+
+
+def of_kinds(number: int, rng: np.random.Generator) -> Iterator[float]:
+    least_s, most_s = KINDS[number % len(KINDS)]
+    return log_uniform(rng, least_s, most_s)
+
+
+def of_claude_code(number: int, rng: np.random.Generator) -> Iterator[float]:
+    steps = np.arange(len(CLAUDE_CODE_S))
+    while True:
+        yield float(np.exp(np.interp(rng.random() * steps[-1], steps, np.log(CLAUDE_CODE_S))))
+
+
+def of_short_calls(number: int, rng: np.random.Generator) -> Iterator[float]:
+    return log_uniform(rng, MINUTE_S, 5 * MINUTE_S)
+
+
+def log_uniform(rng: np.random.Generator, least_s: float, most_s: float) -> Iterator[float]:
+    """Yields one expected time for all calls of an agent."""
+    return itertools.repeat(least_s * math.exp(rng.random() * math.log(most_s / least_s)))
+
+
+Mix = Callable[[int, np.random.Generator], Iterator[float]]  # the expected times of an agent's calls
 
 
 def no_hints(client: Client, turn: Turn) -> None:
@@ -192,7 +239,7 @@ def no_hints(client: Client, turn: Turn) -> None:
 
 
 def ttl_and_session(client: Client, turn: Turn) -> CacheHints:
-    kept = () if turn.is_last else (Retention("ttl", ttl_s=2 * client.median_s),)
+    kept = () if turn.is_last else (Retention("ttl", ttl_s=2 * turn.expected_s),)
     return CacheHints(client.tenant, client.session_name, "session", turn.is_last, kept)
 
 
@@ -201,30 +248,52 @@ def session_alone(client: Client, turn: Turn) -> CacheHints:
 
 
 def ttl_alone(client: Client, turn: Turn) -> CacheHints:
-    return CacheHints(client.tenant, retentions=(Retention("ttl", ttl_s=2 * client.median_s),))
+    return CacheHints(client.tenant, retentions=(Retention("ttl", ttl_s=2 * turn.expected_s),))
 
 
 def agents(
-    count: int,
-    seed: int,
-    hints: Callable[[Client, Turn], CacheHints | None],
-    kinds: Sequence[tuple[float, float]] = KINDS,
+    count: int, seed: int, hints: Callable[[Client, Turn], CacheHints | None], mix: Mix
 ) -> list[Client]:
     found = []
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        least_s, most_s = kinds[number % len(kinds)]
-        median_s = least_s * math.exp(rng.random() * math.log(most_s / least_s))
-        turns = agent_turns(rng, median_s)
-        found.append(
-            Client(f"agent-{number}", "agents", turns, hints, median_s, float(rng.random() * median_s))
-        )
+        expected = mix(number, rng)
+        ready_s = float(rng.random() * next(expected))
+        found.append(Client(f"agent-{number}", "agents", agent_turns(rng, expected), hints, ready_s))
     return found
+
+
+def best_recomputed(clients: Sequence[Client], budget_tokens: int, until_s: float) -> int:
+    """Returns the tokens that a cache recomputes if it always drops those whose session comes back last (Belady)."""
+    pauses = [each for client in clients for each in client.pauses if each.begins_s < until_s]
+    begins = [(each.begins_s, True, number) for number, each in enumerate(pauses)]
+    ends = [(each.ends_s, False, number) for number, each in enumerate(pauses) if each.ends_s < until_s]
+    room, recomputed = budget_tokens - SYSTEM_TOKENS, 0
+    held: dict[int, int] = {}
+    last: list[tuple[float, int]] = []  # a heap: the one that comes back last first
+    for _, is_begin, number in sorted(begins + ends):
+        pause = pauses[number]
+        if not is_begin:
+            kept = held.pop(number, 0)
+            room, recomputed = room + kept, recomputed + pause.tokens - kept
+            continue
+        held[number], room = pause.tokens, room - pause.tokens
+        heapq.heappush(last, (-pause.ends_s, number))
+        while room < 0:
+            victim = last[0][1]
+            dropped = min(held.get(victim, 0), -room)
+            room += dropped
+            if not dropped or dropped == held[victim]:
+                held.pop(victim, None)
+                heapq.heappop(last)
+            else:
+                held[victim] -= dropped
+    return recomputed
 
 
 def greedy_turns(rng: np.random.Generator) -> Iterator[Turn]:
     while True:
-        yield Turn(rng.integers(0, VOCAB, int(rng.integers(300, 900))).tolist(), 4, 0.5, True)
+        yield Turn(rng.integers(0, VOCAB, int(rng.integers(300, 900))).tolist(), 4, 0.5, 0.5, True)
 
 
 def greedy_hints(client: Client, turn: Turn) -> CacheHints:
@@ -239,7 +308,6 @@ def greedy(seed: int, hints: Callable[[Client, Turn], CacheHints | None]) -> lis
             "greedy",
             greedy_turns(np.random.default_rng([seed, 9, number])),
             hints,
-            1.0,
             0.0,
         )
         for number in range(2)
@@ -251,6 +319,30 @@ def hit_rate(world: World, tenant: str) -> float:
     return sum(client.cached_tokens for client in of) / sum(client.asked_tokens for client in of)
 
 
+def compare(given: argparse.Namespace, mix: Mix, until_s: float) -> dict[str, Any]:
+    """Returns the recomputed tokens with each kind of hints over those without."""
+    ample = World(10**6, agents(given.agents, given.seed, no_hints, mix)).run(until_s)
+    budget = ample.session_tokens // 4
+    figures: dict[str, Any] = {"budget_tokens": budget, "tokens_of_sessions": ample.session_tokens}
+    recomputed = {"best": best_recomputed(ample.clients, budget, until_s)}
+    for name, hints in (
+        ("none", no_hints),
+        ("ttl", ttl_alone),
+        ("session", session_alone),
+        ("ttl_and_session", ttl_and_session),
+    ):
+        world = World(budget, agents(given.agents, given.seed, hints, mix)).run(until_s)
+        recomputed[name] = sum(client.recomputed_tokens for client in world.clients)
+        figures |= {
+            f"{name}_requests": sum(client.requests for client in world.clients),
+            f"{name}_recomputed_tokens": recomputed[name],
+            f"{name}_hit_rate": round(hit_rate(world, "agents"), 3),
+        }
+    for name in ("best", "ttl", "session", "ttl_and_session"):
+        figures[f"{name}_over_none"] = round(recomputed[name] / recomputed["none"], 3)
+    return figures
+
+
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--agents", type=int, default=60)
@@ -259,30 +351,12 @@ def main() -> None:
     given = options.parse_args()
     figures: dict[str, Any] = {"agents": given.agents, "simulated_hours": given.hours}
     until_s = given.hours * 3600.0
-
-    ample = World(10**6, agents(given.agents, given.seed, no_hints)).run(until_s)
-    budget = ample.session_tokens // 4
-    figures |= {"budget_tokens": budget, "tokens_of_sessions": ample.session_tokens}
-    recomputed = {}
-    for name, hints in (
-        ("none", no_hints),
-        ("ttl", ttl_alone),
-        ("session", session_alone),
-        ("ttl_and_session", ttl_and_session),
-    ):
-        world = World(budget, agents(given.agents, given.seed, hints)).run(until_s)
-        recomputed[name] = sum(client.recomputed_tokens for client in world.clients)
-        figures |= {
-            f"{name}_requests": sum(client.requests for client in world.clients),
-            f"{name}_recomputed_tokens": recomputed[name],
-            f"{name}_hit_rate": round(hit_rate(world, "agents"), 3),
-        }
-        print({key: value for key, value in figures.items() if key.startswith(name)}, flush=True)
-    for name in ("ttl", "session", "ttl_and_session"):
-        figures[f"{name}_over_none"] = round(recomputed[name] / recomputed["none"], 3)
+    for name, mix in (("kinds", of_kinds), ("claude_code", of_claude_code)):
+        figures |= {f"{name}_{key}": value for key, value in compare(given, mix, until_s).items()}
+        print(figures, flush=True)
 
     def others(hints: Callable[[Client, Turn], CacheHints | None]) -> list[Client]:
-        return agents(given.agents // 3, given.seed + 1, hints, [(MINUTE_S, 5 * MINUTE_S)])
+        return agents(given.agents // 3, given.seed + 1, hints, of_short_calls)
 
     until_s = min(until_s, 1800.0)
     alone = World(10**6, others(no_hints)).run(until_s)
@@ -313,7 +387,8 @@ def main() -> None:
         SHOW,
         figures,
         {
-            "ttl_and_session_over_none": at_most(MOST_RATIO),
+            "kinds_ttl_and_session_over_none": at_most(MOST_RATIO),
+            "claude_code_ttl_and_session_over_none": at_most(MOST_RATIO),
             "lost_points_with_hints": at_most(MOST_LOST_POINTS),
             "lost_points_without_hints": at_most(MOST_LOST_POINTS),
         },

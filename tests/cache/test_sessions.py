@@ -151,7 +151,7 @@ def test_a_preemption_is_no_pause() -> None:
     lease, _ = admit(cache, prompt(1), hints=of_session())
     session = cache._sessions.find("", "agent")
     assert session is not None
-    assert (session.pauses.count, session.pauses.mean_s) == (1, 100.0)
+    assert (session.pauses.seconds.count, session.pauses.seconds.mean) == (1, 100.0)
     assert session.id == lease.session
     cache.release(lease, ReleaseReason.ABORTED)
 
@@ -167,17 +167,54 @@ def test_a_refused_admission_begins_no_session() -> None:
 @pytest.mark.behaviour(27)
 def test_pauses_are_estimated_by_mean_and_deviation() -> None:
     pauses = Pauses()
-    assert pauses.mean_s == FIRST_PAUSE_S
+    assert pauses.expected(0.0).mean_s == FIRST_PAUSE_S
     for pause_s in (100.0, 200.0, 100.0, 200.0):
-        pauses.learn(pause_s)
-    assert 100 < pauses.mean_s < 200
-    assert pauses.mean_s + 100 < pauses.ttl_s < pauses.mean_s + 300
+        pauses.learn(pause_s, 0.0)
+    expected = pauses.expected(0.0)
+    assert 100 < expected.mean_s < 200
+    assert expected.mean_s + 100 < expected.ttl_s < expected.mean_s + 300
     for _ in range(50):
-        pauses.learn(1e9)
-    assert pauses.ttl_s == MAX_SESSION_TTL_S
+        pauses.learn(1e9, 0.0)
+    assert pauses.expected(0.0).ttl_s == MAX_SESSION_TTL_S
     for _ in range(500):
-        pauses.learn(0.0)
-    assert pauses.ttl_s == LEAST_SESSION_TTL_S
+        pauses.learn(0.0, 0.0)
+    assert pauses.expected(0.0).ttl_s == LEAST_SESSION_TTL_S
+
+
+@pytest.mark.behaviour(27)
+def test_a_pause_is_expected_as_a_part_of_the_time_to_live_that_the_client_asks_for() -> None:
+    pauses = Pauses()
+    assert pauses.expected(600.0).mean_s == 300.0
+    for ttl_s in (100.0, 1000.0, 400.0):
+        pauses.learn(0.25 * ttl_s, ttl_s)
+    assert pauses.expected(2000.0).mean_s == pytest.approx(500.0)
+    assert pauses.expected(0.0).mean_s == pytest.approx(125.0)
+    pauses.learn(1e5, 5e-324)
+    assert pauses.expected(100.0).mean_s < 1e4
+    pauses.learn(0.0, 5e-324)
+
+
+@pytest.mark.behaviour(27)
+@pytest.mark.parametrize("slow", [1, 2])
+def test_of_two_sessions_the_one_with_the_longer_call_loses_its_place(slow: int) -> None:
+    """Both sessions have had equal pauses. For its next call, one asks for a longer time to live than the other."""
+    clock = Clock()
+    cache = make(clock, 20, retained_share=0.4)  # room for one of them
+
+    def ask(number: int, upto: int, ttl_s: float) -> None:
+        kept = (Retention("ttl", ttl_s=ttl_s),)
+        hints = CacheHints("", f"agent {number}", "session", retentions=kept)
+        run(cache, turn(number, upto), hints=hints)
+
+    for upto in (8, 16, 24):
+        ask(1, upto, 400.0)
+        ask(2, upto, 400.0)
+        clock.now += 200
+    ask(1, 28, 2000.0 if slow == 1 else 200.0)
+    ask(2, 28, 2000.0 if slow == 2 else 200.0)
+    fill(cache, clock)
+    assert hit(cache, turn(3 - slow, 29)) == 28
+    assert hit(cache, turn(slow, 29)) < 28
 
 
 @pytest.mark.behaviour(27)
@@ -187,9 +224,9 @@ def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
         known = sessions.begin("a", "known", now)
         sessions.end(known.id, now, comes_back=False)
     new = sessions.begin("a", "new", 700.0)
-    assert sessions.pauses("a", new).mean_s == 300.0
+    assert sessions.expected("a", new).mean_s == 300.0
     foreign = sessions.begin("b", "new", 700.0)
-    assert sessions.pauses("b", foreign).mean_s == FIRST_PAUSE_S
+    assert sessions.expected("b", foreign).mean_s == FIRST_PAUSE_S
 
 
 @pytest.mark.behaviour(27)

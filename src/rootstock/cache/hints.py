@@ -5,6 +5,7 @@ Wire formats translate their dialects to `CacheHints`. A hint never changes an a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -33,6 +34,19 @@ class CacheHints:
     session_field: str = ""  # of the client's body: answers name it
     ends_session: bool = False  # no request of the session follows: its private part is evicted first
     retentions: tuple[Retention, ...] = ()
+
+    @property
+    def longest_prefix_ttl_s(self) -> float:
+        """The time to live for the longest prefix that has one; 0: none has one."""
+        _, ttl_s = max(
+            (
+                (math.inf if each.end is None else each.end, min(each.ttl_s, MAX_TTL_S))
+                for each in self.retentions[:MAX_RETENTIONS]
+                if each.ttl_s is not None and each.ttl_s > 0
+            ),
+            default=(0, 0.0),
+        )
+        return ttl_s
 
 
 @dataclass(frozen=True, slots=True)

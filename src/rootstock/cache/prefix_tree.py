@@ -214,9 +214,11 @@ class PrefixTree:
 
     def _used_by(self, node: Node, lease: Lease) -> None:
         """Notes a use of a node: it is no private part of another session, and it is not demoted any more."""
+        # One call: it runs for each node on a request's path.
         if node.session != lease.session:
             node.session = 0
-        self._undemote(node)
+        if node.grant is not None and not node.grant.is_charged:
+            self.ungrant(node)
 
     def _undemote(self, entry: Node | Checkpoint) -> None:
         if entry.grant is not None and not entry.grant.is_charged:

@@ -94,13 +94,10 @@ class Retainer:
         lease.hints = hints
         pause_s, session_ttl_s = None, 0.0
         if hints.session is not None:
-            session = self.sessions.begin(hints.tenant, hints.session, now)
+            session = self.sessions.begin(hints.tenant, hints.session, now, hints.longest_prefix_ttl_s)
             lease.session = session.id
-            pauses = self.sessions.pauses(hints.tenant, session)
-            pause_s, session_ttl_s = pauses.mean_s, pauses.ttl_s
-            ttls_s = [wish.ttl_s for wish in hints.retentions if wish.ttl_s is not None and wish.ttl_s > 0]
-            if not session.pauses.count and ttls_s:
-                pause_s = max(ttls_s) / 2  # the client knows its session better
+            pause = self.sessions.expected(hints.tenant, session)
+            pause_s, session_ttl_s = pause.mean_s, pause.ttl_s
         decisions = _Decisions(self, lease, hints.tenant, pause_s, now)
         outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
         outcomes += [
