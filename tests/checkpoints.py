@@ -90,6 +90,16 @@ SIMPLE_TEMPLATE = (
 )
 
 
+def dense_greedy(directory: Path, prompt: str, count: int) -> str:
+    """Generates with a saved model, by transformers alone."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
 def save_served(directory: Path) -> Path:
     """Saves a Llama of two layers with a tokenizer of bytes and a chat template."""
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -1,51 +1,65 @@
 """H9: the server's stage of deploy/Dockerfile, run by its own instructions in a clean directory, without Docker.
 
-COPY, RUN and ENV are carried out below a temporary directory, which stands for the image's /opt. The server starts
-by ENTRYPOINT and CMD, with the variables of compose.yml and a small model that is made here. Its probes are asked, it
-answers a chat, and SIGTERM drains it. Packages come from the index that pip is set up for.
+COPY, RUN, ENV and the others are carried out below a temporary directory, which stands for the image's /opt.
+The server starts by ENTRYPOINT and CMD, with the variables of compose.yml and a small model that is made here.
+The command of HEALTHCHECK and the probes are asked, the server answers a chat, and SIGTERM drains it within the
+compose file's stop_grace_period.
+
+Packages come from the index that pip is set up for. If root runs the script, the server has the user of USER,
+provided that this user can read the Python of --python. Otherwise it has the user of the script.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
-from common import ROOT, argument_parser, conclude, could_not, exactly
+from common import ROOT, argument_parser, at_most, conclude, could_not, exactly
 
 from deploy.dockerfiles import Instruction, stage_of
 from rootstock.bench.tiny_model import ensure_tiny_model
+from rootstock.config import parse_seconds
 
 SHOW = "H9"
 ROOT_OF_IMAGE = "/opt/"
 INSTALL_LIMIT_S = 1800
 START_LIMIT_S = 300
-# Instructions about users, who are the same here.
-NOT_RUN = ("chown", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ARG")
+STREAM_TOKENS = 2_000
+# Instructions that only tell Docker something, and which tests/deploy holds.
+NOT_RUN = ("VOLUME", "EXPOSE", "STOPSIGNAL")
 
 
 class Image:
-    """The stage's file system below a directory, and what its instructions set."""
+    """The stage's file system below a directory, and the settings of its instructions."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, programs: Path) -> None:
         self.root = root
         self.folder = root
         # A fresh machine's: nothing of this process is inherited but the way to the package index.
-        kept = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        kept = ("LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
         self.environment = {
             name: value
             for name, value in os.environ.items()
             if name in kept or name.startswith("PIP_") or name.lower().endswith("_proxy")
         }
+        self.environment |= {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(root)}
+        self.arguments: dict[str, str] = {}  # of the build
         self.command: list[str] = []
+        self.health: list[str] = []
+        self.user: dict[str, Any] = {}  # of processes, in subprocess' words; empty: that of this script
 
     def at(self, text: str) -> str:
         """Returns a text with the image's paths below the root."""
@@ -54,6 +68,9 @@ class Image:
     def carry_out(self, instruction: Instruction) -> None:
         rest = instruction.rest
         match instruction.name:
+            case "ARG":
+                name, default = rest.split("=", 1)
+                self.arguments[name] = os.environ.get(name, default)
             case "WORKDIR":
                 self.folder = Path(self.at(rest))
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,69 +78,129 @@ class Image:
                 *sources, target = rest.split()
                 for source in sources:
                     copy(ROOT / source, self.folder / target)
-            case "RUN" if not rest.startswith("chown"):
+            case "RUN" if rest.startswith("chown") and os.geteuid() != 0:
+                print(f"  {rest}: not without root", flush=True)
+            case "RUN":
                 print(f"$ {rest}", flush=True)
-                subprocess.run(
-                    ["/bin/sh", "-c", self.at(rest)],
-                    cwd=self.folder,
-                    env=self.environment,
-                    check=True,
-                    timeout=INSTALL_LIMIT_S,
-                )
+                self.run(["/bin/sh", "-c", self.at(rest)], INSTALL_LIMIT_S).check_returncode()
+            case "USER":
+                self.become(*map(int, rest.split(":")))
             case "ENV":
                 name, value = rest.split("=", 1)
                 self.environment[name] = self.at(value)
+            case "HEALTHCHECK":
+                self.health = [self.at(word) for word in json.loads(rest.split(" CMD ", 1)[1])]
             case "ENTRYPOINT" | "CMD":
                 self.command += map(self.at, instruction.words)
-            case name if name not in NOT_RUN and name != "RUN":
+            case name if name not in NOT_RUN:
                 raise ValueError(
                     f"deploy/Dockerfile has an instruction that this script does not know: {name}"
                 )
 
+    def become(self, user: int, group: int) -> None:
+        """Runs later processes as the image's user, where that is possible."""
+        if os.geteuid() != 0:
+            return
+        asked = {"user": user, "group": group, "extra_groups": []}
+        python = next((self.root / "opt").rglob("bin/python"))
+        try:
+            subprocess.run([python, "-c", ""], **asked, check=True, env={})  # type: ignore[call-overload]
+        except (PermissionError, subprocess.CalledProcessError):
+            print(f"  USER {user}:{group}: it cannot run {python.resolve()}", flush=True)
+            return
+        self.user = asked
+        self.environment["HOME"] = "/"  # as Docker sets it for a user without an entry in /etc/passwd
+
+    def run(self, command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.arguments | self.environment,
+            text=True,
+            timeout=limit_s,
+            **self.user,
+        )
+
+    def is_healthy(self) -> bool:
+        return self.run(self.health, 60).returncode == 0
+
 
 def copy(source: Path, target: Path) -> None:
+    """Copies as the builder does: without the files that .dockerignore leaves out of its context."""
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        lines = (ROOT / ".dockerignore").read_text().splitlines()
+        left_out = [line.removeprefix("**/") for line in lines if line.startswith("**/")]
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*left_out))
     else:
         shutil.copy(source, target)
+
+
+def interpolated(text: str, given: Mapping[str, str]) -> str:
+    """Returns a value of the compose file: ${NAME:-DEFAULT} and ${NAME:?ERROR} by the variables that are given."""
+
+    def found(match: re.Match[str]) -> str:
+        name, kind, rest = match.groups()
+        if value := given.get(name):
+            return value
+        if kind == ":-":
+            return rest
+        raise ValueError(f"compose.yml asks for {name}: {rest}")
+
+    return re.sub(r"\$\{(\w+)(:[-?])([^}]*)\}", found, text)
 
 
 def main() -> None:
     arguments = argument_parser(__doc__)
     arguments.add_argument("--port", type=int, default=18_764)
-    port = arguments.parse_args().port
-    with tempfile.TemporaryDirectory() as folder:
-        image = Image(Path(folder))
+    own = os.path.realpath(sys.executable)
+    arguments.add_argument("--python", default=own, help="stands for the Python of the base image")
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as programs:
+        Path(folder).chmod(0o755)  # another user runs the server
+        # A script and no link: a virtual environment finds its library beside its interpreter.
+        python = Path(programs) / "python"
+        python.write_text(f'#!/bin/sh\nexec {options.python} "$@"\n')
+        python.chmod(0o755)
+        image = Image(Path(folder), Path(programs))
         began = time.monotonic()
         for instruction in stage_of(ROOT / "deploy" / "Dockerfile", "server"):
             image.carry_out(instruction)
         figures: dict[str, Any] = {"built_s": round(time.monotonic() - began, 1)}
-        model = ensure_tiny_model(folder=Path(folder))
         compose = yaml.safe_load((ROOT / "deploy" / "compose.yml").read_text())
-        asked = compose["services"]["rootstock"]["environment"]
-        drain = asked["ROOTSTOCK_DRAIN_TIMEOUT"]
-        image.environment |= {
-            "ROOTSTOCK_MODEL": str(model),
-            "ROOTSTOCK_DRAIN_TIMEOUT": drain,
+        service = compose["services"]["rootstock"]
+        given = {
+            "ROOTSTOCK_MODEL": str(ensure_tiny_model(folder=Path(folder))),
             "ROOTSTOCK_DISK_BUDGET": "1GiB",
+        }
+        image.environment |= {
+            name: interpolated(value, given) for name, value in service["environment"].items()
+        }
+        image.environment |= {
             "ROOTSTOCK_KV_BUDGET": "64MiB",
-            "ROOTSTOCK_PORT": str(port),
+            "ROOTSTOCK_PORT": str(options.port),
             "ROOTSTOCK_HOST": "127.0.0.1",  # not open to others while this script runs
         }
-        figures |= served(image, f"http://127.0.0.1:{port}")
+        figures["user"] = "of the image" if image.user else "of this script"
+        figures |= served(image, f"http://127.0.0.1:{options.port}")
     conclude(
         SHOW,
         figures,
         {
             "package": exactly("of the image"),
+            "healthy_before": exactly(False),
+            "healthy": exactly(True),
             "ready_status": exactly(200),
             "live_status": exactly(200),
             "chat_status": exactly(200),
             "metrics_status": exactly(200),
-            "stream_finished": exactly(True),
-            "draining_status": exactly(503),
-            "refused_status": exactly(503),
+            "draining_ready_status": exactly(503),
+            "draining_live_status": exactly(200),
+            "draining_healthy": exactly(False),
+            "draining_chat": exactly("503 draining"),
+            "stream_finish": exactly("length"),
+            "stream_tokens": exactly(STREAM_TOKENS),
             "exit_status": exactly(0),
+            "stop_s": at_most(parse_seconds(service["stop_grace_period"], "stop_grace_period")),
             "disk_tier_written": exactly(True),
         },
     )
@@ -131,53 +208,71 @@ def main() -> None:
 
 def served(image: Image, url: str) -> dict[str, Any]:
     """Starts the image's command, asks the server, and drains it."""
+    figures: dict[str, Any] = {"package": package_of(image), "healthy_before": image.is_healthy()}
     print(f"$ {' '.join(image.command)}", flush=True)
-    process = subprocess.Popen(image.command, cwd=image.folder, env=image.environment)
+    process = subprocess.Popen(image.command, cwd=image.folder, env=image.environment, **image.user)
     try:
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            began = time.monotonic()
             if not wait_for_status(client, 200, process):
                 could_not(SHOW, "the server did not become ready")
-            figures: dict[str, Any] = {
-                "package": package_of(image),
+            figures |= {
+                "start_s": round(time.monotonic() - began, 1),
+                "healthy": image.is_healthy(),
                 "ready_status": client.get("/readyz").status_code,
                 "live_status": client.get("/livez").status_code,
                 "chat_status": chat(client).status_code,
                 "metrics_status": client.get("/metrics").status_code,
             }
-            figures |= drained(client, process)
-        figures["exit_status"] = process.wait(120)
+            figures |= drained(client, process, image)
         disk = Path(image.environment["ROOTSTOCK_DISK_DIR"])
-        figures["disk_tier_written"] = any(path.is_file() for path in disk.rglob("*"))
-        return figures
+        return figures | {"disk_tier_written": any(path.is_file() for path in disk.rglob("*"))}
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def drained(client: httpx.Client, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Sends SIGTERM during a stream. Returns its end, and what others are told."""
+def drained(client: httpx.Client, process: subprocess.Popen[bytes], image: Image) -> dict[str, Any]:
+    """Sends SIGTERM during a stream. Returns the answers of the drain, and the stream's and the process' ends."""
     began = threading.Event()
-    texts: list[str] = []
+    events: list[dict[str, Any]] = []
 
     def read() -> None:
-        body = {"prompt": "On and on", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": "On and on", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
         with client.stream("POST", "/v1/completions", json=body) as response:
             for line in response.iter_lines():
-                texts.append(line)
+                if line.startswith("data: {"):
+                    events.append(json.loads(line.removeprefix("data: ")))
                 began.set()
 
     reader = threading.Thread(target=read)
     reader.start()
-    began.wait(60)
+    if not began.wait(60):
+        could_not(SHOW, "the stream did not begin")
+    asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     wait_for_status(client, 503, process)
+    refused = chat(client)
     figures = {
-        "draining_status": client.get("/readyz").status_code,
-        "refused_status": chat(client).status_code,
+        "draining_ready_status": client.get("/readyz").status_code,
+        "draining_live_status": client.get("/livez").status_code,
+        "draining_chat": f"{refused.status_code} {refused.json()['error']['code']}",
+        "draining_healthy": image.is_healthy(),
     }
     reader.join(120)
-    return figures | {"stream_finished": [text for text in texts if text][-1] == "data: [DONE]"}
+    exit_status = process.wait(120)
+    return figures | {
+        "stream_finish": next(
+            (c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]), None
+        ),
+        "stream_tokens": next((e["usage"]["completion_tokens"] for e in events if e.get("usage")), None),
+        "exit_status": exit_status,
+        "stop_s": round(time.monotonic() - asked, 1),
+    }
 
 
 def chat(client: httpx.Client) -> httpx.Response:
@@ -200,14 +295,14 @@ def wait_for_status(client: httpx.Client, status: int, process: subprocess.Popen
 def package_of(image: Image) -> str:
     """Returns whether the image's Python imports the package that was installed in it."""
     python = Path(image.command[0]).with_name("python")
-    code = "import rootstock; print(rootstock.__file__)"
     done = subprocess.run(
-        [python, "-c", code],
+        [python, "-c", "import rootstock; print(rootstock.__file__)"],
         cwd=image.folder,
         env=image.environment,
         capture_output=True,
         text=True,
         check=True,
+        **image.user,
     )
     own = str(image.root) in done.stdout and "site-packages" in done.stdout
     return "of the image" if own else done.stdout.strip()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cli.running import Process, Ran, Run
+from cli.running import Process, Ran, Run, serve_oracle
 from rootstock.cli import main
 
 
@@ -39,7 +39,7 @@ def start() -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
     def start(*arguments: str) -> Process:
-        started.append(Process(*arguments))
+        started.append(serve_oracle(*arguments))
         return started[-1]
 
     yield start

@@ -78,11 +78,12 @@ def get(url: str, **options: Any) -> httpx.Response:
 
 
 class Process:
-    """A server that is ready."""
+    """A server that is ready, in a process of its own."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        """`arguments` are those of Python."""
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ORACLE, "serve", "oracle", "--port", "0", *arguments],
+            [sys.executable, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,3 +99,13 @@ class Process:
         self.process.send_signal(sent)
         out, err = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, out, err
+
+    def stop_cleanly(self, sent: signal.Signals) -> None:
+        returncode, out, err = self.stop(sent)
+        assert (returncode, out) == (0, ""), err
+        assert "Traceback" not in err
+
+
+def serve_oracle(*arguments: str, before: str = "", env: dict[str, str] | None = None) -> Process:
+    """Starts a server of the oracle. Its process runs the code of `before` first."""
+    return Process("-c", before + ORACLE, "serve", "oracle", "--port", "0", *arguments, env=env)

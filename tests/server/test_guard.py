@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from cli.running import Process
+from cli.running import serve_oracle
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.access import Guard
@@ -418,7 +418,7 @@ def test_an_invalid_option_is_refused(fields: dict[str, Any], option: str) -> No
 
 def test_the_options_of_the_command_line_reach_the_server() -> None:
     options = ("--max-body", "2KiB", "--allowed-origins", PAGE, "--allowed-hosts", "llm.example.com")
-    process = Process(*options, "--max-connections", "1")
+    process = serve_oracle(*options, "--max-connections", "1")
     try:
         with httpx.Client(base_url=process.url, timeout=HANG_S) as client:
             assert client.get("/health", headers={"Host": "llm.example.com"}).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.running import ORACLE
+from cli.running import serve_oracle
 from rootstock.tiers.disk.index import INDEX_NAME
 from rootstock.tiers.disk.tier import DiskTier
 from waiting import HANG_S
@@ -141,20 +140,6 @@ def test_an_interrupted_load_shows_the_terminals_cursor_again() -> None:
     assert b"Traceback" not in written
 
 
-def serve_oracle(before: str, *arguments: str) -> subprocess.Popen[str]:
-    """Starts a server in a process that first runs `before`, and waits until it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", before + ORACLE, "serve", "oracle", "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    ready = process.stdout.readline()
-    assert re.search(r"http://[\d.]+:\d+", ready), (ready, process.communicate())
-    return process
-
-
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, first: signal.Signals) -> None:
     writing_forever = (
@@ -166,7 +151,7 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
         "TierConnector.flush = flush\n"
     )
     options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
-    process = serve_oracle(writing_forever, *options)
+    process = serve_oracle(*options, before=writing_forever).process
     assert process.stdout is not None
     process.send_signal(first)
     assert process.stdout.readline() == "writing\n"
@@ -180,8 +165,6 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
 @pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_a_clean_stop_does_not_change_its_status(late: signal.Signals) -> None:
     at_exit = f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(late)}))\n"
-    process = serve_oracle(at_exit, "--kv-budget", "1MiB")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (0, ""), err
+    returncode, out, err = serve_oracle("--kv-budget", "1MiB", before=at_exit).stop(signal.SIGTERM)
+    assert (returncode, out) == (0, ""), err
     assert err == "rootstock: Loading the weights\n"

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from checkpoints import dense_greedy
+from cli.running import Process
 from waiting import HANG_S
-
-
-def dense_greedy(checkpoint: Path, prompt: str, count: int) -> str:
-    """Generates with transformers alone."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    with torch.inference_mode():
-        out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[str]:
     arguments = ["serve", str(checkpoint), "--port", "0", "--dtype", "float32", "--served-model-name", "tiny"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rootstock.cli.main", *arguments, "--device", "cpu", "--kv-budget", "8MiB"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    ready = process.stdout.readline()
-    found = re.search(r"http://[\d.]+:\d+", ready)
-    assert found, (ready, process.communicate())
-    assert "tiny at" in ready
-    assert "LlamaForCausalLM, full × 2 layers, float32 on cpu" in ready
-    assert "8.0 MiB" in ready
-    yield found[0]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (0, ""), err
-    assert "Traceback" not in err
+    process = Process("-m", "rootstock.cli.main", *arguments, "--device", "cpu", "--kv-budget", "8MiB")
+    assert "tiny at" in process.ready
+    assert "LlamaForCausalLM, full × 2 layers, float32 on cpu" in process.ready
+    assert "8.0 MiB" in process.ready
+    yield process.url
+    process.stop_cleanly(signal.SIGINT)
 
 
 def test_a_served_checkpoint_gives_the_text_of_transformers_cold_and_warm(

@@ -107,7 +107,9 @@ def ensure_tiny_model(
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         write_tiny_model(spec, made)
-        made.chmod(0o755)  # mkdtemp makes it readable for its owner only
+        made.chmod(0o755)  # mkdtemp and safetensors make files that only their owner can read
+        for file in made.iterdir():
+            file.chmod(0o644)
         _move_into_place(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)

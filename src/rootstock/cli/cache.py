@@ -13,47 +13,43 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-import numpy as np
 import typer
 
-from rootstock.cache.keys import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Kind
 from rootstock.cache.types import Tokens
 from rootstock.cli import live_cache as live
 from rootstock.cli import options
-from rootstock.cli.output import Column, age, counted, iso_time, print_table, progress_bar
+from rootstock.cli.export_choice import chosen_records, find_namespace, parse_tokens
+from rootstock.cli.output import counted, counting, iso_time, print_table, progress_bar
+from rootstock.cli.stored_prefixes import (
+    add_texts,
+    columns_of_prefixes,
+    namespace_as_json,
+    prefix_as_json,
+    summary_in_words,
+)
 from rootstock.config import parse_bytes
-from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.server.declared_prompts import read_warm_file
-from rootstock.tiers.base import AlreadyStored, Entry, NotStored, Off, Stored
+from rootstock.tiers.base import AlreadyStored, NotStored, Off, Stored
 from rootstock.tiers.disk.archive import Unreadable, read_places
 from rootstock.tiers.disk.files import LOCK_NAME, Files
-from rootstock.tiers.disk.prefixes import (
-    NamespaceContent,
-    Prefix,
-    Prefixes,
-    PrefixNode,
-    along,
-    is_orphan,
-)
+from rootstock.tiers.disk.prefixes import Prefixes
 from rootstock.tiers.disk.reports import Failure, NotExported
 from rootstock.tiers.disk.signature import BundleKey
 from rootstock.tiers.disk.space import Budget, Usage, measure
-from rootstock.tiers.disk.tier import SEGMENT_BYTES, DiskTier, Progress
+from rootstock.tiers.disk.tier import SEGMENT_BYTES, DiskTier
 from rootstock.units import in_units
 
 EXIT_DAMAGED = 1
 
-T = TypeVar("T")
-
-_TEXT_WORDS = 7  # of a prefix's text, at either end
-_TEXT_TOKENS = 48  # decoded for them
 _STATUSES = "Exit status 0: {}. 1: {}. 2: {}."
 _SAME_SERVER = "Only a server with the same weights, dtype and tenant can use these records."
 
@@ -160,11 +156,11 @@ def list_prefixes(
     loaded = None if tokenizer is None else HFTokenizer.load(tokenizer)
     with _opened(DiskTier.open_as_found(folder)) as tier:
         with progress_bar("Reading the index") as progress:
-            prefixes = Prefixes.of(_counting(tier.entries(), progress))
+            prefixes = Prefixes.of(counting(tier.entries(), progress))
             leaves = prefixes.leaves()
             shown = [prefixes.described(leaf) for leaf in (leaves[:limit] if limit else leaves)]
             if loaded is not None:
-                _add_texts(shown, tier.entries(), loaded)
+                add_texts(shown, tier.entries(), loaded)
         _stop_if_off(tier)
         usage = _usage(tier)
         struck = tier.counts.quarantined_records
@@ -176,68 +172,19 @@ def list_prefixes(
         "oldest_use": iso_time(prefixes.oldest_use_s) if prefixes.records else None,
         "newest_use": iso_time(prefixes.newest_use_s) if prefixes.records else None,
         "prefixes": len(leaves),
-        "namespaces": [_namespace_as_json(content) for content in prefixes.namespaces.values()],
+        "namespaces": [namespace_as_json(content) for content in prefixes.namespaces.values()],
         "orphans": {"records": prefixes.orphans, "bytes": prefixes.orphan_bytes},
         "struck_records": struck,
     }
     now_s = time.time()
     if as_json:
-        listed = {"summary": summary, "prefixes": [_prefix_as_json(prefix) for prefix in shown]}
+        listed = {"summary": summary, "prefixes": [prefix_as_json(prefix) for prefix in shown]}
         print(json.dumps(listed, indent=2, ensure_ascii=False))
         return
-    print_table(_columns(now_s, with_text=loaded is not None), shown)
+    print_table(columns_of_prefixes(now_s, with_text=loaded is not None), shown)
     mark = "" if sys.stdout.isatty() else "# "
-    for line in _summary_in_words(summary, prefixes, len(shown), now_s):
+    for line in summary_in_words(summary, prefixes, len(shown), now_s):
         print(f"{mark}{line}")
-
-
-def _summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, now_s: float) -> list[str]:
-    taken = f"{in_units(summary['directory_bytes'])} on disk"
-    if summary["budget_bytes"]:
-        share = summary["directory_bytes"] / summary["budget_bytes"]
-        taken += f", {share:.1%} of {in_units(summary['budget_bytes'])}"
-    if not prefixes.records:
-        return [f"Nothing is stored ({taken})."]
-    lines = [
-        f"{counted(prefixes.records, 'record')}, {in_units(prefixes.stored_bytes)}; {taken}; last used between "
-        f"{age(prefixes.oldest_use_s, now_s)} and {age(prefixes.newest_use_s, now_s)}."
-    ]
-    if shown < summary["prefixes"]:
-        lines.append(
-            f"{shown:,} of {summary['prefixes']:,} prefixes are shown, most recently used first: --limit 0 shows all."
-        )
-    lines += [_namespace_in_words(content) for content in prefixes.namespaces.values()]
-    if prefixes.orphans:
-        lines.append(
-            f"{counted(prefixes.orphans, 'record')}, {in_units(prefixes.orphan_bytes)}, continue prefixes that are "
-            "no longer stored: servers can use them after those prefixes are stored again."
-        )
-    if summary["struck_records"]:
-        lines.append(f"{counted(summary['struck_records'], 'damaged row')} of the index deleted.")
-    return lines
-
-
-def _spaced(families: str) -> str:
-    return families.replace(",", ", ")
-
-
-def _columns(now_s: float, *, with_text: bool) -> list[Column[Prefix]]:
-    number = "{:,}".format
-    columns: list[Column[Prefix]] = [
-        Column("key", "key", lambda prefix: prefix.key[:12]),
-        Column("tokens", "tokens", lambda prefix: prefix.tokens, number, numeric=True),
-        Column("families", "families", lambda prefix: ",".join(prefix.families), _spaced, wraps=True),
-        Column("checkpoints", "checkpoints", lambda prefix: prefix.checkpoints, number, numeric=True),
-        Column("own", "own_bytes", lambda prefix: prefix.own_bytes, in_units, numeric=True),
-        Column("shared", "shared_bytes", lambda prefix: prefix.shared_bytes, in_units, numeric=True),
-        Column("at", "last_use", lambda prefix: iso_time(prefix.last_use_s), wide=True),
-        Column("last use", "age", lambda prefix: age(prefix.last_use_s, now_s), wraps=True),
-        Column("uses", "uses", lambda prefix: prefix.uses, number, numeric=True, wide=True),
-        Column("namespace", "namespace", lambda prefix: prefix.namespace[:8], wide=True),
-    ]
-    if with_text:
-        columns.append(Column("text", "text", lambda prefix: prefix.text, wraps=True))
-    return columns
 
 
 # -- export and import ---------------------------------------------------------------------------------------------
@@ -314,7 +261,7 @@ def export(
         )
     chosen_tokens: list[Tokens] = []
     if prefix_tokens is not None:
-        chosen_tokens = [_parse_tokens(prefix_tokens)]
+        chosen_tokens = [parse_tokens(prefix_tokens)]
     elif prefix_text is not None and tokenizer is not None:
         loaded = HFTokenizer.load(tokenizer)
         # The text as a completion and as a chat: some tokenizers put a first token before a completion.
@@ -325,14 +272,14 @@ def export(
     _refuse_to_overwrite(file)
 
     with _opened(DiskTier.open_as_found(folder)) as tier:
-        only = None if namespace is None else _find_namespace(tier, namespace)
+        only = None if namespace is None else find_namespace(tier, namespace)
         with progress_bar("Reading the index") as progress:
-            chosen = _chosen(tier, only, key, chosen_tokens, most_bytes, progress)
+            chosen = chosen_records(tier, only, key, chosen_tokens, most_bytes, progress)
         _stop_if_off(tier)
         if not chosen:
             raise StartupError(f"{folder} holds no such record: nothing to export.")
         with progress_bar("Copying records", len(chosen)) as progress:
-            written = tier.export(_counting(chosen, progress), file)
+            written = tier.export(counting(chosen, progress), file)
     if isinstance(written, NotExported):
         raise StartupError(f"Nothing was exported: {written.reason}")
     if key_of_file is not None:
@@ -509,158 +456,6 @@ def _refuse_to_evict(folder: Path, cap_bytes: int, total_bytes: int) -> None:
         )
 
 
-def _parse_tokens(listed: str) -> Tokens:
-    try:
-        return np.array([int(token) for token in listed.split(",")], np.int32)
-    except (ValueError, OverflowError):
-        raise InvalidOption("--prefix-tokens", listed, "token ids such as 1,2,3") from None
-
-
-def _find_namespace(tier: DiskTier, beginning: str) -> bytes:
-    there = {entry.identity.namespace for entry in tier.entries()}
-    found = [one for one in there if one.hex().startswith(beginning.lower())]
-    if len(found) != 1:
-        listed = ", ".join(sorted(one.hex()[:8] for one in there)) or "none"
-        raise InvalidOption("--namespace", beginning, f"the beginning of exactly one of the stored: {listed}")
-    return found[0]
-
-
-def _chosen(
-    tier: DiskTier,
-    namespace: bytes | None,
-    key: str | None,
-    tokens: Sequence[Tokens],
-    most_bytes: int | None,
-    progress: Progress,
-) -> list[RecordKey]:
-    """Return keys of the records to export, each after the records of its prefix."""
-
-    def entries() -> Iterator[Entry]:
-        for entry in _counting(tier.entries(), progress):
-            if namespace is None or entry.identity.namespace == namespace:
-                yield entry
-
-    if key is None and not tokens and most_bytes is None:
-        return [entry.identity.key for entry in entries()]
-    prefixes = Prefixes.of(entries())
-    wanted: set[bytes] | None = None
-    if key is not None:
-        leaf = prefixes.find(key)
-        wanted = {node.own for node in leaf.path()} | prefixes.below({leaf.own})
-    elif tokens:
-        stored = max((along(entries(), prompt) for prompt in tokens), key=lambda found: found.reached)
-        if not stored.at_end:
-            raise StartupError(
-                f"Of that prefix, only {stored.reached:,} of {counted(stored.tokens, 'token')} are stored. Give a "
-                "shorter one: the last word of a text may have other tokens where the text goes on."
-            )
-        wanted = stored.path | prefixes.below(stored.at_end)
-    if most_bytes is None:
-        assert wanted is not None
-        return [entry.identity.key for entry in entries() if entry.identity.own in wanted]
-
-    # The most recently used first. Of records used at the same time, those of shorter prefixes first.
-    prefixes.use_with_what_follows()
-    candidates = []
-    for order, entry in enumerate(entries()):
-        node = prefixes.nodes[entry.identity.own]
-        if not is_orphan(node) and (wanted is None or node.own in wanted):
-            candidates.append(
-                (-node.last_use_s, node.position, order, entry.stored_bytes, entry.identity.key)
-            )
-    candidates.sort()
-    taken: list[tuple[int, RecordKey]] = []
-    for _, _, order, stored_bytes, record_key in candidates:
-        most_bytes -= stored_bytes
-        if most_bytes < 0:
-            break
-        taken.append((order, record_key))
-    return [record_key for _, record_key in sorted(taken)]
-
-
-# -- JSON and words -------------------------------------------------------------------------------------------------
-
-
-def _prefix_as_json(prefix: Prefix) -> dict[str, Any]:
-    return {
-        "key": prefix.key,
-        "namespace": prefix.namespace,
-        "tokens": prefix.tokens,
-        "families": prefix.families,
-        "checkpoints": prefix.checkpoints,
-        "own_bytes": prefix.own_bytes,
-        "shared_bytes": prefix.shared_bytes,
-        "last_use": iso_time(prefix.last_use_s),
-        "uses": prefix.uses,
-    } | ({"text": prefix.text} if prefix.text else {})
-
-
-def _namespace_as_json(content: NamespaceContent) -> dict[str, Any]:
-    return {
-        "namespace": content.namespace.hex(),
-        "families": content.families,
-        "dtypes": sorted(content.dtypes),
-        "records": content.records,
-        "bytes": content.stored_bytes,
-    }
-
-
-def _namespace_in_words(content: NamespaceContent) -> str:
-    # The dtype of the model and that of K and V, which `Namespace` joins by a colon.
-    dtypes = sorted(" and ".join(dict.fromkeys(dtype.split(":"))) for dtype in content.dtypes)
-    kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
-    return (
-        f"Namespace {content.namespace.hex()[:8]}: {kept}, "
-        f"{counted(content.records, 'record')}, {in_units(content.stored_bytes)}."
-    )
-
-
-# -- texts ---------------------------------------------------------------------------------------------------------
-
-
-def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], tokenizer: ModelTokenizer) -> None:
-    """Set the first and last words of each prefix. Tokens are read again: most records' tokens are not needed."""
-    ends = []
-    for prefix in shown:
-        path = list(prefix.leaf.path())[::-1]
-        first = [node for node in path if node.parent is None or node.parent.position < _TEXT_TOKENS]
-        last = [node for node in path if prefix.leaf.position - node.position < _TEXT_TOKENS]
-        ends.append((first, last))
-    tokens: dict[bytes, list[int]] = {node.own: [] for pair in ends for part in pair for node in part}
-    for entry in entries:
-        identity = entry.identity
-        known = tokens.get(identity.own)
-        if known is not None and len(identity.tokens) > len(known):
-            tokens[identity.own] = identity.tokens.tolist()
-    for prefix, (first, last) in zip(shown, ends, strict=True):
-        beginning = _words(tokenizer, _joined(first, tokens)[:_TEXT_TOKENS])
-        end = _words(tokenizer, _joined(last, tokens)[-_TEXT_TOKENS:])
-        if prefix.tokens <= _TEXT_TOKENS and len(beginning) <= 2 * _TEXT_WORDS:
-            prefix.text = " ".join(beginning)
-        else:
-            prefix.text = " ".join([*beginning[:_TEXT_WORDS], "…", *end[-_TEXT_WORDS:]])
-
-
-def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list[int]:
-    joined: list[int] = []
-    for node in nodes:
-        run = tokens[node.own]
-        new = len(run) if node.parent is None else node.position - node.parent.position
-        joined += run[-new:]
-    return joined
-
-
-def _words(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
-    try:
-        text = tokenizer.decode([token for token in tokens if not tokenizer.is_hidden(token)])
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise StartupError(
-            f"The tokenizer can't decode the stored tokens ({error}). Give the served model's tokenizer."
-        ) from error
-    printable = "".join(char if char.isprintable() or char.isspace() else "�" for char in text)
-    return printable.split()
-
-
 # -- all commands --------------------------------------------------------------------------------------------------
 
 
@@ -678,12 +473,6 @@ def _opened(tier: DiskTier | Off) -> Iterator[DiskTier]:
 def _stop_if_off(tier: DiskTier) -> None:
     if isinstance(tier.state, Off):
         raise StartupError(f"The directory could not be read to its end: {tier.state.reason}.")
-
-
-def _counting(items: Iterable[T], progress: Progress) -> Iterator[T]:
-    for item in items:
-        yield item
-        progress(1)
 
 
 def _usage(tier: DiskTier) -> Usage:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -104,6 +104,13 @@ def progress_bar(words: str, total: int | None = None) -> Iterator[Callable[[int
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(words, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def counting(items: Iterable[T], progress: Callable[[int], None]) -> Iterator[T]:
+    """Yields the items, and counts each when the next one is asked for."""
+    for item in items:
+        yield item
+        progress(1)
 
 
 @dataclass(frozen=True, slots=True)

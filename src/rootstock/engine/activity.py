@@ -15,7 +15,8 @@ from enum import StrEnum
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Aborted, Failed, Finished, RequestId, Terminal
-from rootstock.engine.sequence import Loading, Preempted, Sequence
+from rootstock.engine.sequence import Loading, Phase, Preempted, Sequence
+from rootstock.engine.stats import PromptTokens
 
 SPAN_S = 10.0  # of one entry of the history of hits
 HISTORY_S = 15 * 60.0
@@ -25,14 +26,6 @@ MAX_MISSES = 32
 # A prompt that misses fewer tokens than a few blocks is not worth an explanation.
 MIN_MISSED_TOKENS = 64
 _BEFORE_TOKENS, _AFTER_TOKENS = 48, 24  # of a prompt, around the position of its miss
-
-
-class Phase(StrEnum):
-    QUEUED = "queued"
-    WAITING_FOR_PREFIX = "waiting"
-    LOADING = "loading"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Outcome(StrEnum):
@@ -80,19 +73,14 @@ class Miss:
 
 
 @dataclass(slots=True)
-class HitTokens:
-    """Tokens of prompts by the source of their K/V. `requests` counts the prompts."""
+class Hits(PromptTokens):
+    """Tokens of several prompts, and the number of these prompts."""
 
     requests: int = 0
-    memory: int = 0
-    loaded: int = 0  # from a tier below
-    computed: int = 0
 
-    def add(self, other: HitTokens) -> None:
-        self.requests += other.requests
-        self.memory += other.memory
-        self.loaded += other.loaded
-        self.computed += other.computed
+    def count(self, requests: int, tokens: PromptTokens) -> None:
+        self.requests += requests
+        self.add(tokens)
 
 
 @dataclass(slots=True)
@@ -100,8 +88,8 @@ class _Span:
     """The hits of SPAN_S seconds."""
 
     index: int
-    total: HitTokens = field(default_factory=HitTokens)
-    by_salt: dict[str, HitTokens] = field(default_factory=dict)
+    total: Hits = field(default_factory=Hits)
+    by_salt: dict[str, Hits] = field(default_factory=dict)
 
 
 class Activity:
@@ -116,18 +104,16 @@ class Activity:
 
     # ------------------------------------------------------------------------- for the engine's thread
 
-    def prompt_computed(self, sequence: Sequence) -> None:
+    def prompt_computed(self, sequence: Sequence, tokens: PromptTokens) -> None:
         """Records the sources of a prompt whose last token has been computed for the first time."""
         now = self._clock()
-        prompt, cached = len(sequence.request.tokens), sequence.cached_tokens or 0
-        hits = HitTokens(1, cached - sequence.loaded_tokens, sequence.loaded_tokens, prompt - cached)
-        miss = self._miss(sequence, now) if prompt - cached >= MIN_MISSED_TOKENS else None
+        miss = self._miss(sequence, now) if tokens.computed >= MIN_MISSED_TOKENS else None
         with self._lock:
             span = self._span_of(now)
-            span.total.add(hits)
+            span.total.count(1, tokens)
             salt = sequence.request.salt
             if salt in span.by_salt or len(span.by_salt) < MAX_SALTS:
-                span.by_salt.setdefault(salt, HitTokens()).add(hits)
+                span.by_salt.setdefault(salt, Hits()).count(1, tokens)
             if miss is not None:
                 self._misses.append(miss)
 
@@ -164,28 +150,28 @@ class Activity:
 
     # ---------------------------------------------------------------------------------- for any thread
 
-    def hits(self, last_s: float, salts: Iterable[str] | None = None) -> HitTokens:
+    def hits(self, last_s: float, salts: Iterable[str] | None = None) -> Hits:
         """Adds up the hits of the last seconds, in whole spans: of all requests, or of some salts."""
         now = self._clock()
-        found = HitTokens()
+        found = Hits()
         with self._lock:
             for span in self._spans:
                 if span.index > (now - last_s) / SPAN_S:
                     for each in _of(span, salts):
-                        found.add(each)
+                        found.count(each.requests, each)
         return found
 
-    def history(self, salts: Iterable[str] | None = None) -> list[HitTokens]:
+    def history(self, salts: Iterable[str] | None = None) -> list[Hits]:
         """Returns the hits of each span of the last HISTORY_S, the latest at the end."""
         count = int(HISTORY_S / SPAN_S)
-        found = [HitTokens() for _ in range(count)]
+        found = [Hits() for _ in range(count)]
         last = int(self._clock() / SPAN_S)
         with self._lock:
             for span in self._spans:
                 place = span.index - last + count - 1
                 if 0 <= place < count:
                     for each in _of(span, salts):
-                        found[place].add(each)
+                        found[place].count(each.requests, each)
         return found
 
     def latest_ended(self) -> list[LiveRequest]:
@@ -198,7 +184,7 @@ class Activity:
             return list(self._misses)
 
 
-def _of(span: _Span, salts: Iterable[str] | None) -> Iterator[HitTokens]:
+def _of(span: _Span, salts: Iterable[str] | None) -> Iterator[Hits]:
     if salts is None:
         yield span.total
         return

@@ -24,6 +24,7 @@ from rootstock.engine.sequence import (
     Decoding,
     Ended,
     Loading,
+    Phase,
     Preempted,
     Prefilling,
     Sequence,
@@ -158,21 +159,11 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
-    def phases(self) -> dict[str, int]:
-        """Counts the requests by their phase. A preempted request is queued again."""
-        counts = dict.fromkeys(("queued", "waiting_for_prefix", "loading", "prefill", "decode"), 0)
+    def phases(self) -> dict[Phase, int]:
+        """Counts the requests by their phase."""
+        counts = dict.fromkeys(Phase, 0)
         for sequence in self.sequences():
-            match sequence.state:
-                case WaitingForPrefix():
-                    counts["waiting_for_prefix"] += 1
-                case Loading():
-                    counts["loading"] += 1
-                case Prefilling():
-                    counts["prefill"] += 1
-                case Decoding():
-                    counts["decode"] += 1
-                case _:
-                    counts["queued"] += 1
+            counts[sequence.phase] += 1
         return counts
 
     def adapters(self) -> tuple[Counter[str], Counter[str]]:
@@ -180,7 +171,7 @@ class Scheduler:
         running, waiting = Counter[str](), Counter[str]()
         for sequence in self.sequences():
             if sequence.request.adapter:
-                counts = running if isinstance(sequence.state, Prefilling | Decoding) else waiting
+                counts = running if sequence.phase in (Phase.PREFILL, Phase.DECODE) else waiting
                 counts[sequence.request.adapter] += 1
         return running, waiting
 

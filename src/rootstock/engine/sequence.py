@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -22,6 +23,16 @@ from rootstock.engine.speculation.draft_cost import AcceptanceRate
 from rootstock.engine.speculation.ngrams import TokenHistory
 
 log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """The part of a request's time that people see. Metrics and the dashboard have these names."""
+
+    QUEUED = "queued"
+    WAITING_FOR_PREFIX = "waiting_for_prefix"
+    LOADING = "loading"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,21 @@ class Sequence:
     @property
     def namespace(self) -> Namespace:
         return self.scope.namespace
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that it is in. A preempted request is queued again."""
+        match self.state:
+            case WaitingForPrefix():
+                return Phase.WAITING_FOR_PREFIX
+            case Loading():
+                return Phase.LOADING
+            case Prefilling():
+                return Phase.PREFILL
+            case Decoding():
+                return Phase.DECODE
+            case Waiting() | Preempted() | Ended():
+                return Phase.QUEUED
 
     def did_not_load(self) -> None:
         """Records that the sequence computes its prefix although a load was chosen."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
+from rootstock.engine.sequence import Phase
 from rootstock.engine.tiers.connector import TierStats
 
 
@@ -38,8 +39,18 @@ class PromptTokens:
     computed: int = 0
 
     @property
+    def loaded(self) -> int:
+        return self.host + self.disk
+
+    @property
     def all(self) -> int:
-        return self.memory + self.host + self.disk + self.computed
+        return self.memory + self.loaded + self.computed
+
+    def add(self, other: PromptTokens) -> None:
+        self.memory += other.memory
+        self.host += other.host
+        self.disk += other.disk
+        self.computed += other.computed
 
 
 @dataclass(slots=True)
@@ -78,7 +89,5 @@ class EngineStats:
     # Prompt tokens that fit into the last step with decodes under --itl-target. None: no target, or no such step.
     paced_tokens: int | None = None
     idle: IdleStats | None = None  # None: idle work is off
-    phases: dict[str, int] = field(
-        default_factory=dict
-    )  # requests by their phase, without those that have ended
+    phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
     adapters: AdapterStats | None = None  # None: none was ever loaded

@@ -21,7 +21,7 @@ from rootstock.engine.sequence import Decoding, Loading, Sequence
 from rootstock.engine.share_price import SharePrice
 from rootstock.engine.speculation.acceptance import accepted_rows
 from rootstock.engine.speculation.proposer import Proposer
-from rootstock.engine.stats import StepCounters
+from rootstock.engine.stats import PromptTokens, StepCounters
 from rootstock.engine.tiers.connector import TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tiers.loads import PrefixLoads
@@ -72,7 +72,7 @@ class StepRunner:
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
         notify: Callable[[], None],
-        prompt_computed: Callable[[Sequence], None],
+        prompt_computed: Callable[[Sequence, PromptTokens], None],
     ) -> None:
         """`run_soon` queues a function for the engine's thread. `notify` is called after each group of events."""
         self._runtime = runtime
@@ -283,8 +283,9 @@ class StepRunner:
             sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
             sequence.prompt_scores = []
         if sequence.first_token_at is None:
-            self._count_prompt(sequence)
-            self._prompt_computed(sequence)
+            tokens = _prompt_tokens(sequence)
+            self.counters.prompts.add(tokens)
+            self._prompt_computed(sequence, tokens)
         if sampled is None:  # the request only scores or caches a prompt
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return
@@ -325,15 +326,6 @@ class StepRunner:
         elif len(sequence.generated) >= sequence.max_tokens:
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
 
-    def _count_prompt(self, sequence: Sequence) -> None:
-        """Counts the tokens of a prompt, all of which are computed, once."""
-        counts, cached = self.counters.prompts, sequence.cached_tokens or 0
-        from_host = sequence.loaded_from_host_tokens
-        counts.memory += cached - sequence.loaded_tokens
-        counts.host += from_host
-        counts.disk += sequence.loaded_tokens - from_host
-        counts.computed += len(sequence.request.tokens) - cached
-
     def _finish(
         self,
         sequence: Sequence,
@@ -373,3 +365,15 @@ class StepRunner:
         self._idle_work.forget()
         self._cache.reset()
         self.fail_all(EngineFault(error))
+
+
+def _prompt_tokens(sequence: Sequence) -> PromptTokens:
+    """Returns the tokens of a prompt, all of which are computed."""
+    cached, loaded = sequence.cached_tokens or 0, sequence.loaded_tokens
+    from_host = sequence.loaded_from_host_tokens
+    return PromptTokens(
+        memory=cached - loaded,
+        host=from_host,
+        disk=loaded - from_host,
+        computed=len(sequence.request.tokens) - cached,
+    )

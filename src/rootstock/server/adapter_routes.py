@@ -41,14 +41,18 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         responses=documented_errors(*MODEL_ROUTE, 401, 403, 409),
     )
 
+    def refuse(request: Request, param: str) -> None:
+        """Refuses a client that is no operator, and any on a server whose adapters are fixed."""
+        refuse_unless(is_operator(request), config)
+        if not config.adapter_directories:
+            remedy = "The adapters of this server are fixed. To change them while it runs, start it with"
+            raise Unsupported(param, f"{remedy} --adapter-directory DIR.")
+
     # Plain functions run on another thread: they read files and wait for the engine's.
     @router.post("/v1/load_lora_adapter", responses=_TEXT)
     def load(body: LoadAdapterRequest, request: Request) -> Response:
         """Loads a LoRA adapter from an allowed directory. Requests choose it by its name as their model."""
-        refuse_unless(is_operator(request), config)
-        if not config.adapter_directories:
-            remedy = "This server loads no adapters while it runs. Start it with --adapter-directory DIR."
-            raise Unsupported("lora_path", remedy)
+        refuse(request, "lora_path")
         refuse_surrogates(body.lora_name, "lora_name")
         refuse_surrogates(body.lora_path, "lora_path")
         if not body.lora_name.isprintable() or not body.lora_name.strip():
@@ -64,10 +68,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     @router.post("/v1/unload_lora_adapter", responses=_TEXT)
     def unload(body: UnloadAdapterRequest, request: Request) -> Response:
         """Removes a LoRA adapter by its name. Its running requests go on to their ends."""
-        refuse_unless(is_operator(request), config)
-        if not config.adapter_directories:
-            remedy = "This server unloads no adapters while it runs. Start it with --adapter-directory DIR."
-            raise Unsupported("lora_name", remedy)
+        refuse(request, "lora_name")
         for model in models.loaded:
             if model.engine.adapters.find(body.lora_name) is not None:
                 model.engine.unload_adapter(body.lora_name)

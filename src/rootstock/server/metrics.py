@@ -190,7 +190,8 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
 
     in_engine = {"running": stats.running, "waiting": stats.waiting}
     gauges("engine_requests", "Requests in the engine", "state", in_engine)
-    gauges("engine_phases", "Requests in the engine by their phase", "phase", stats.phases)
+    phases = {phase.value: count for phase, count in stats.phases.items()}
+    gauges("engine_phases", "Requests in the engine by their phase", "phase", phases)
     if stats.paced_tokens is not None:
         help = (
             "Prompt tokens for which the last step with decodes had time, by the target inter-token latency"

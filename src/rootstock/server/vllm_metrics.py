@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from rootstock.engine.sequence import Phase
 from rootstock.engine.stats import AdapterStats, EngineStats, StepCounters
 from rootstock.server.families import Families, Labels
 from rootstock.server.request_metrics import (
@@ -52,6 +53,7 @@ def add_vllm_engine(
 ) -> None:
     """Adds what is measured per engine."""
     cache, counters, phases, prompts = stats.cache, stats.counters, stats.phases, stats.counters.prompts
+    queued, running = phases[Phase.QUEUED], phases[Phase.PREFILL] + phases[Phase.DECODE]
 
     def gauge(name: str, help: str, value: float) -> None:
         families.gauge(f"vllm:{name}", help, value, labels)
@@ -60,10 +62,10 @@ def add_vllm_engine(
         families.counter(f"vllm:{name}", help, count, labels)
 
     # A request that waits for a load from a tier is not running in vLLM's words.
-    deferred = phases["waiting_for_prefix"] + phases["loading"]
-    gauge("num_requests_running", "Requests in the batch", phases["prefill"] + phases["decode"])
-    gauge("num_requests_waiting", "Requests that wait", phases["queued"] + deferred)
-    reasons = {"capacity": phases["queued"], "deferred": deferred}
+    deferred = phases[Phase.WAITING_FOR_PREFIX] + phases[Phase.LOADING]
+    gauge("num_requests_running", "Requests in the batch", running)
+    gauge("num_requests_waiting", "Requests that wait", queued + deferred)
+    reasons = {"capacity": queued, "deferred": deferred}
     help = "Requests that wait, by reason"
     families.gauges("vllm:num_requests_waiting_by_reason", help, "reason", reasons, labels)
     live_bytes = sum(family.live_rows * family.row_bytes for family in cache.families)
@@ -72,12 +74,11 @@ def add_vllm_engine(
     counter("num_preemptions", "Preemptions", cache.preemptions)
     counter("generation_tokens", "Tokens generated", counters.sampled_tokens)
     counter("prompt_tokens", "Tokens of prompts", prompts.all)
-    loaded = prompts.host + prompts.disk
-    counter("prompt_tokens_cached", "Tokens of prompts that were cached", prompts.memory + loaded)
+    counter("prompt_tokens_cached", "Tokens of prompts that were cached", prompts.memory + prompts.loaded)
     sources = {
         "local_compute": prompts.computed,
         "local_cache_hit": prompts.memory,
-        "external_kv_transfer": loaded,
+        "external_kv_transfer": prompts.loaded,
     }
     help = "Tokens of prompts by source"
     families.counters("vllm:prompt_tokens_by_source", help, "source", sources, labels)
@@ -85,7 +86,7 @@ def add_vllm_engine(
     counter("prefix_cache_hits", "Tokens found in memory", prompts.memory)
     if stats.tier is not None:
         counter("external_prefix_cache_queries", "Tokens looked up in tiers", prompts.all - prompts.memory)
-        counter("external_prefix_cache_hits", "Tokens loaded from tiers", loaded)
+        counter("external_prefix_cache_hits", "Tokens loaded from tiers", prompts.loaded)
     config = {
         **labels,
         "block_size": str(cache.block_size),

@@ -131,8 +131,9 @@ def pool_json(usage: PoolUsage, tier: TierStats | None) -> Json:
 
 def rates_json(activity: Activity, view: View) -> Json:
     """Returns tokens of prompts by source: for each window, and for each span of the history."""
+    windows = {str(s): activity.hits(s, view.salts) for s in WINDOWS_S}
     return {
-        "windows": {str(s): asdict(activity.hits(s, view.salts)) for s in WINDOWS_S},
+        "windows": {name: {**asdict(hits), "loaded": hits.loaded} for name, hits in windows.items()},
         "history": [
             [hits.memory, hits.loaded, hits.computed] if hits.requests else []
             for hits in activity.history(view.salts)

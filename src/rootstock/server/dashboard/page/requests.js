@@ -5,7 +5,7 @@ import { byId, confirmed, el, fill, legend, table, toast } from "./dom.js";
 import { nowOf } from "./feed.js";
 import { count, duration } from "./format.js";
 
-const PHASES = [["queued", "queued"], ["waiting", "waiting for a prefix"], ["loading", "loading"], ["prefill", "prefill"], ["decode", "decode"]];
+const PHASES = [["queued", "queued"], ["waiting_for_prefix", "waiting for a prefix"], ["loading", "loading"], ["prefill", "prefill"], ["decode", "decode"]];
 const NAMES = Object.fromEntries(PHASES);
 const MOST = 60;
 

@@ -1,0 +1,98 @@
+"""Errors of the server's own work."""
+
+from __future__ import annotations
+
+from rootstock.errors.base import RootstockError
+
+
+class InternalError(RootstockError):
+    def __init__(self, path: str, cause: Exception) -> None:
+        detail = f"{type(cause).__name__}. The server's log says more. Please report it."
+        super().__init__(f"The server failed on {path}: {detail}")
+
+
+class EngineError(RootstockError):
+    code = "engine_error"
+
+
+class StepFailed(EngineError):
+    code = "step_failed"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            # The cause's message is left out: it may describe other requests of the same forward.
+            f"The forward pass of this request failed: {type(cause).__name__}; the server's log says why. Other "
+            "requests go on; send it again, and report it if it fails again."
+        )
+        self.cause = cause
+
+
+class EngineFault(EngineError):
+    code = "engine_fault"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"The engine failed: {type(cause).__name__}; the server's log says why. Every open request is dropped, "
+            "and it has started with an empty cache. Send the request again, and report this: it is a bug."
+        )
+        self.cause = cause
+
+
+class OutOfBlocks(EngineError):
+    code = "out_of_blocks"
+
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"The request needs {needed_bytes:,} more bytes of KV cache, and no bytes of the {budget_bytes:,} can be "
+            "freed. Serve with a larger --kv-budget."
+        )
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+
+
+class SamplingFailed(EngineError):
+    code = "sampling_failed"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"No token could be chosen: {reason}. Other requests go on. If the logits are not finite, the "
+            "model overflows in this dtype: serve with --dtype float32 or bfloat16."
+        )
+
+
+class ResponseStoreFailed(EngineError):
+    code = "response_store_failed"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"The store of responses failed: {type(cause).__name__}; the server's log says why. Send the history as "
+            "'input'."
+        )
+        self.cause = cause
+
+
+class ConstraintFailed(EngineError):
+    code = "constraint_failed"
+    http_status = 400
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The grammar or schema of this request could not be followed any further: {reason}. Other requests go "
+            "on. Ask with a simpler one: this one would fail again."
+        )
+        self.reason = reason
+
+
+class EngineStopped(EngineError):
+    code = "engine_stopped"
+    http_status = 503
+
+    def __init__(self, reason: str = "The server is shutting down") -> None:
+        super().__init__(f"{reason}. Try again when it is back.")
+
+
+class LLMClosed(EngineStopped):
+    code = "llm_closed"
+
+    def __init__(self) -> None:
+        RootstockError.__init__(self, "This LLM was closed, which ended its requests. Make another one.")
