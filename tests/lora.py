@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "base_model.model."
 
 
 def linears_of(model: nn.Module, *ends: str) -> list[str]:
-    """Returns the names of plain linear layers, but for the head: of all, or of those whose name ends so."""
+    """Returns the names of linear layers, without head and routers: of all, or of those whose name ends so."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module is not head and (not ends or name.endswith(ends))
+        if type(module) in (nn.Linear, Conv1D, FalconLinear)
+        and module is not head
+        and (not ends or name.endswith(ends))
     ]
 
 

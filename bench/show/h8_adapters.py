@@ -4,7 +4,7 @@ served     a server with eight adapters of one base: their requests and the base
            greedy float32 answers of each alone, which are those of transformers with merged weights. PEFT makes and
            merges the adapters where it is installed, else this repository's own code. Steps tell whether they shared
            forwards
-survey     all architectures of the twins: an adapter on every plain linear layer passes the check at load, which
+survey     all architectures of the twins: an adapter on every linear layer passes the check at load, which
            compares a batch of it and the base with merged weights. `mixed` shares forwards, `apart` has its own
 embedded   tiny embedding models: the largest difference from sentence-transformers' own, where it is installed
 """

@@ -13,6 +13,7 @@ import pytest
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
+from rootstock.engine.stats import AdapterStats
 from rootstock.server.metrics import Metrics, ResponseStoreStats
 from rootstock.server.models import ModelRegistry
 from rootstock.testing.byte_tokenizer import ByteTokenizer
@@ -25,7 +26,8 @@ NOT_OURS = re.compile("process_.*|.*_created")  # of the client library
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Types by name, of a server with tiers, drafts, idle work and a target latency, in which all has happened."""
+    """Types by name, of a server with tiers, drafts, adapters, idle work and a target latency, in which all has
+    happened."""
     tokenizer = ByteTokenizer()
     runtime = FakeRuntime(tokenizer.vocab_size, 4096, families=(FULL,), eos_token_ids=tokenizer.eos_token_ids)
     cache = CacheConfig(8, 100 * row_bytes(FULL, 8))
@@ -44,6 +46,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         verified=dict(once),
         paced_tokens=1,
         idle=replace(stats.idle, ended={"warm": dict(once)}),
+        adapters=AdapterStats(1, {}, {}),
     )
     stored = ResponseStoreStats(0, 0, 0, 0, once)
     metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
-from rootstock.config import ServerConfig
+from checkpoints import tiny_model
+from lora import linears_of, save_adapter
+from rootstock.config import EngineConfig, ServerConfig
+from rootstock.engine.adapters import MAX_ADAPTERS
+from rootstock.engine.stats import AdapterStats
+from rootstock.server.families import Families
+from rootstock.server.vllm_metrics import add_vllm_adapters
 from rootstock.units import MIB
 from server.conftest import user
 from server.held import Held
@@ -140,6 +148,47 @@ def test_a_running_request_is_shown_by_its_phase_and_counted_when_its_client_lea
         wait_until(lambda: vllm(served, "request_success_total", finished_reason="abort") == 1)
         assert served.metric("rootstock_ended_requests_total", reason="abort") == 1
         assert vllm(served, "time_to_first_token_seconds_count") == 1
+
+
+def test_the_adapters_of_running_and_of_waiting_requests_are_listed(serve: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    held = Held()
+    with serve(fault=held, engine=EngineConfig(max_batch=2)) as served, ThreadPoolExecutor(4) as pool:
+        engine = served.assembly.engine
+        assert "lora_requests_info" not in served.client.get("/metrics").text, "no adapter was ever loaded"
+        for seed, name in enumerate(("b", "a", "with,comma", "idle")):
+            engine.load_adapter(
+                name, save_adapter(tmp_path / name, model, linears_of(model, "q_proj"), seed=seed)
+            )
+
+        def listed() -> dict[str, str]:
+            lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+            (line,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            assert labels.pop("max_lora") == str(MAX_ADAPTERS)
+            assert labels.pop("model_name") == "fake"
+            assert labels.pop("engine") == "0"
+            assert float(line.split()[-1]) > 1e9, "the value is the time"
+            return labels
+
+        assert listed() == {"running_lora_adapters": "", "waiting_lora_adapters": ""}
+        try:
+            for names, phase in ((("b", "a"), "running"), (("with,comma", "a"), "waiting")):
+                for name in names:
+                    pool.submit(served.complete, "wait", model=name, max_tokens=50, ignore_eos=True)
+                wait_until(lambda phase=phase: getattr(engine.health(), phase) == 2)
+            assert listed() == {"running_lora_adapters": "a,b", "waiting_lora_adapters": "a"}
+        finally:
+            held.let_go()
+
+
+def test_a_label_lists_the_adapters_with_the_most_requests() -> None:
+    families = Families()
+    waiting = {f"adapter-{number:03}": 1 + (number >= 200) for number in range(256)}
+    add_vllm_adapters(families, AdapterStats(256, {}, waiting), {})
+    ((sample,),) = [family.samples for family in families]
+    listed = sample.labels["waiting_lora_adapters"].split(",")
+    assert listed == [f"adapter-{number}" for number in range(200, 232)]
 
 
 def test_tenants_are_shown_to_the_operator_alone(serve: Any) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints import tiny_model
+from lora import linears_of, save_adapter
 from rootstock.cli import main as command
-from rootstock.config import CacheConfig, ModelConfig
+from rootstock.config import AdapterConfig, CacheConfig, ModelConfig
 from rootstock.engine.build import build_engine
 from rootstock.errors import InvalidOption, ModelTooLarge, ModelWeightsMissing
+from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.model_files import StoredTensor, stored_tensors, weight_files
 from rootstock.runtime.torch import memory_fit, runner
+from rootstock.units import in_units
 
 Refused = Callable[..., str]
 
@@ -321,6 +326,38 @@ def test_a_model_beyond_the_memory_is_refused_before_weights_are_read(
     config = ModelConfig(str(copy), device="cpu", dtype="float32", threads=1, memory_check=False)
     with pytest.raises(AssertionError, match="weights are read"):
         build_engine(config)
+
+
+def test_adapters_beyond_the_memory_are_refused_before_weights_are_read(
+    refused: Refused, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter is counted in the model's dtype, once for all its names."""
+    model = tiny_model("llama")
+    adapter = save_adapter(tmp_path / "adapter", model, linears_of(model), rank=8)
+    elements = sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values())
+    assert count_weights("a", adapter) == elements
+    added = 4 * elements
+    names = ("--adapter", f"a={adapter}", "--adapter", f"b={adapter}/../adapter")
+    fits = 4 * sum(tensor.elements for tensor in stored_tensors("m", weight_files("m", copy))) + added
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: fits - 1)
+    line = refused(copy, "--device", "cpu", "--dtype", "float32", *names)
+    assert f"need at least {in_units(fits)} in float32, with {in_units(added)} of LoRA adapters" in line
+    config = ModelConfig(str(copy), device="cpu", dtype="float32", threads=1)
+    adapters = tuple(AdapterConfig(name, adapter) for name in "ab")
+    with pytest.raises(ModelTooLarge):
+        build_engine(replace(config, adapters=adapters))
+    with pytest.raises(AssertionError, match="weights are read"):
+        build_engine(config)
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: fits)
+    with pytest.raises(AssertionError, match="weights are read"):
+        build_engine(replace(config, adapters=adapters))
+
+
+def test_a_damaged_adapter_is_refused_before_weights_are_read(
+    refused: Refused, copy: Path, tmp_path: Path
+) -> None:
+    line = refused(copy, "--device", "cpu", "--adapter", f"a={tmp_path}")
+    assert "The LoRA adapter 'a' cannot be used" in line
 
 
 def test_a_context_beyond_the_models_is_refused_with_both_numbers(refused: Refused, copy: Path) -> None:

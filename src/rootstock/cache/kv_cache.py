@@ -102,8 +102,6 @@ class KVCache:
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
-        if self.share is not None:
-            self.share.attach(tree, self)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -111,6 +109,8 @@ class KVCache:
             pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )
         retainer.limits = self._retained_limits
+        if self.share is not None:
+            self.share.attach(tree, self, retainer.retained)
         self._checkpoints = CheckpointWriter(
             pools, tree, self.counters, self._clock, self.write_back, retainer
         )
@@ -274,6 +274,7 @@ class KVCache:
         session = None
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
+        known_tokens = self._known_tokens(match) if counted and self.share is not None else 0
         answer = self._admission.admit(
             match, watermark_blocks, boundaries, tier_hit, is_idle, 0 if session is None else session.id
         )
@@ -281,6 +282,8 @@ class KVCache:
             self._leases[answer.lease.id] = answer.lease
             if counted or (hints is not None and hints.retentions):
                 self._retainer.begin(hints, answer.lease)
+            if counted and self.share is not None:
+                self.share.observe_prompt(known_tokens / len(match.tokens))
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
@@ -307,6 +310,13 @@ class KVCache:
         counters.asked_tokens += prompt_tokens
         counters.hit_tokens += hit_tokens
         counters.missed_tokens += prompt_tokens - hit_tokens
+
+    def _known_tokens(self, match: Match) -> int:
+        """Counts the leading tokens that are cached, or were before their eviction."""
+        node, found = match.node, match.found
+        if node is None or found < node.end or found == len(match.tokens):
+            return found
+        return found + self.tree.evicted.evicted_after(node, match.tokens[found:])
 
     def _realignment(self, match: Match) -> Realignment | None:
         """Finds where a prompt that diverges from the cached prefixes agrees with one of them again."""

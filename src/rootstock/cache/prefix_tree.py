@@ -639,6 +639,10 @@ class PrefixTree:
         else:
             self.queue.put(entry)
 
+    def log_value(self, entry: Node | Checkpoint) -> float:
+        """Returns the logarithm of the time that a byte of an entry saves, at the price of 1."""
+        return self._policy.log_value(self._policy.rank(entry), self._clock())
+
     def expire_grants(self) -> None:
         """Takes away the grants that have expired: these entries have their ordinary rank again."""
         for entry in self.ledger.expired(self._clock()):

@@ -6,7 +6,6 @@ cover its answer as well.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,64 +20,35 @@ from rootstock.cache.hints import (
     Retention,
     Verdict,
 )
-from rootstock.cache.lease import Lease, LeaseId
+from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.retained import Retained, RetainedOfBudget
 from rootstock.cache.retention import (
     ENDED_PRIORITY,
     OVERDRAWN_PRIORITY,
     Claim,
     Grant,
-    Grantee,
     Level,
     nearness,
     strongest,
 )
 from rootstock.cache.sessions import Sessions
 from rootstock.cache.stats import Counters
+from rootstock.cache.tenants import Tenants
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
-ACTIVE_S = 3600.0  # a tenant without a request for so long takes part in no division
-MAX_TENANTS = 1024  # that are known as active
 MOST_SHARES = 8  # however many tenants there are, each may have this part of what can be retained
 NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
 EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
 
-class Tenants:
-    """Tenants with requests in the last hour. Requests without hints count as one tenant more, unless a tenant with
-    hints uses their namespace too."""
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[str, float] = OrderedDict()
-        self._salts: OrderedDict[str, None] = OrderedDict()  # of requests with hints
-        self._others: OrderedDict[str, float] = OrderedDict()  # salts of requests without hints
-
-    def note(self, tenant: str | None, salt: str, now: float) -> None:
-        if tenant is None:
-            if salt not in self._salts:
-                self._others[salt] = now
-                self._others.move_to_end(salt)
-        else:
-            self._seen[tenant] = now
-            self._seen.move_to_end(tenant)
-            self._salts[salt] = None
-            self._salts.move_to_end(salt)
-            self._others.pop(salt, None)
-        for known in (self._seen, self._salts, self._others):
-            while len(known) > MAX_TENANTS:
-                known.popitem(last=False)
-
-    def count(self, now: float) -> int:
-        for known in (self._seen, self._others):
-            while known and next(iter(known.values())) < now - ACTIVE_S:
-                known.popitem(last=False)
-        return max(1, len(self._seen) + bool(self._others))
-
-
 class Retainer:
-    """Decides about hints and applies them to the tree. `share` is the part of the budget that can be retained."""
+    """Decides about hints and applies them to the tree. `share` is the part of the budget that can be retained.
+
+    Of several caches on one budget, the bounds hold for all of them together.
+    """
 
     def __init__(
         self,
@@ -89,16 +59,17 @@ class Retainer:
         sessions: Sessions,
         share: float,
     ) -> None:
-        self.tenants = Tenants()
+        shared = pools.share
+        self.tenants = Tenants() if shared is None else shared.budget.tenants
         self.limits = RetainedLimits()
         self.sessions = sessions
+        self.retained = Retained(tree, counters)
+        self._every = RetainedOfBudget(self.retained, shared)
         self._tree = tree
-        self._ledger = tree.ledger
         self._counters = counters
         self._clock = clock
         self._block_size = pools.block_size
         self._retainable_bytes = int(share * pools.budget_bytes)
-        self._promised: dict[LeaseId, tuple[str, int]] = {}  # bytes that running leases will retain
         # Estimate: a prefix needs one checkpoint where a model cannot resume anywhere.
         windows = tuple(window.most_blocks(pools.block_size) for window in pools.windows)
         self._checkpoint_bytes = (
@@ -119,7 +90,7 @@ class Retainer:
             self.tenants.note(None, lease.namespace.salt, now)
             return
         self.tenants.note(hints.tenant, lease.namespace.salt, now)
-        self._tree.expire_grants()
+        self._every.expire()
         lease.hints = hints
         pause_s, session_ttl_s = None, 0.0
         if hints.session is not None:
@@ -138,7 +109,7 @@ class Retainer:
             outcomes.append(decisions.decide(Retention(hints.session_field, None, ttl_s)))
         lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
         if decisions.promised_bytes:
-            self._promised[lease.id] = (hints.tenant, decisions.promised_bytes)
+            self.retained.promised[lease.id] = (hints.tenant, decisions.promised_bytes)
         for outcome in outcomes:
             match outcome.verdict:
                 case Verdict.ACCEPTED:
@@ -150,15 +121,7 @@ class Retainer:
 
     def room_bytes(self, tenant: str, level: Level, now: float) -> int:
         """Returns the bytes that the tenant can still retain at a level, at the cost of entries that yield."""
-        held, lowest = self._ledger.bytes_at(tenant), self._ledger.lowest(tenant)
-        kept = sum(held.values())
-        if lowest is not None and _yields(lowest, level, now):
-            is_overdue = lowest.grant is not None and lowest.grant.level == level
-            kept = sum(
-                size for other, size in held.items() if other > level or (other == level and not is_overdue)
-            )
-        promised = sum(size for owner, size in self._promised.values() if owner == tenant)
-        return max(0, self.share_bytes(tenant, now) - kept - promised)
+        return max(0, self.share_bytes(tenant, now) - self._every.firm_bytes(tenant, level, now))
 
     def offer(self, lease: Lease, position: int, size_bytes: int, now: float) -> Grant | None:
         """Returns the grant of a checkpoint that the lease is about to leave; None: it is not retained."""
@@ -166,7 +129,10 @@ class Retainer:
         if not claims:
             return None
         grant = strongest(claims, now)
-        room = self.share_bytes(grant.tenant, now) - self._ledger.bytes_of(grant.tenant)
+        room = min(
+            self.share_bytes(grant.tenant, now) - self._every.bytes_of(grant.tenant),
+            self._retainable_bytes - self._every.bytes_of(None),
+        )
         return grant if size_bytes <= room or not grant.is_charged else None
 
     # ----------------------------------------------------------------------------- when a lease leaves
@@ -176,7 +142,7 @@ class Retainer:
         if lease.node is None or lease.hints is None:
             return
         now = self._clock()
-        self._tree.expire_grants()
+        self._every.expire()
         path = [node for node in reversed(list(lease.node.path())) if not isinstance(node, Root)]
         is_whole = _Application(self, lease, path, now).run() if lease.claims else True
         self._demote_if_overdrawn(lease, is_whole, now)
@@ -189,7 +155,7 @@ class Retainer:
         if self.tenants.count(now) < 2:
             return
         tenant = lease.hints.tenant
-        if is_whole and self._ledger.bytes_of(tenant) < NEARLY_FULL * self.share_bytes(tenant, now):
+        if is_whole and self._every.bytes_of(tenant) < NEARLY_FULL * self.share_bytes(tenant, now):
             return
         for node in lease.node.path():
             if (
@@ -220,7 +186,7 @@ class Retainer:
 
     def end(self, lease: Lease, *, comes_back: bool) -> None:
         """Ends the lease's part in the accounts. Call it when the lease ends."""
-        self._promised.pop(lease.id, None)
+        self.retained.promised.pop(lease.id, None)
         hints = lease.hints
         if hints is None or hints.session is None:
             return
@@ -233,32 +199,16 @@ class Retainer:
     def make_room(self, tenant: str, level: Level, needed_bytes: int, kept: set[Node], now: float) -> int:
         """Takes the grants of lower entries away until the tenant can retain so many more bytes. Returns how many it
         can. Entries in `kept` stay."""
-        ledger, share = self._ledger, self.share_bytes(tenant, now)
-        while ledger.bytes_of(tenant) + needed_bytes > share:
-            victim = ledger.lowest(tenant)
-            if victim is None or _node_of(victim) in kept or not _yields(victim, level, now):
-                return max(0, share - ledger.bytes_of(tenant))
-            self._displace(victim, tenant)
-        while ledger.charged_bytes + needed_bytes > self._retainable_bytes:
-            richest = max(ledger.tenants, key=ledger.bytes_of)
-            victim = ledger.lowest(richest)
-            is_richer = ledger.bytes_of(richest) > ledger.bytes_of(tenant) + needed_bytes
-            if victim is None or _node_of(victim) in kept or not is_richer:
-                return max(0, self._retainable_bytes - ledger.charged_bytes)
-            self._displace(victim, richest)
+        every, share = self._every, self.share_bytes(tenant, now)
+        while every.bytes_of(tenant) + needed_bytes > share:
+            if not every.displace(tenant, kept, now, level):
+                return max(0, share - every.bytes_of(tenant))
+        while every.bytes_of(None) + needed_bytes > self._retainable_bytes:
+            richest = max(every.tenants, key=every.bytes_of)
+            is_richer = every.bytes_of(richest) > every.bytes_of(tenant) + needed_bytes
+            if not is_richer or not every.displace(richest, kept, now):
+                return max(0, self._retainable_bytes - every.bytes_of(None))
         return needed_bytes
-
-    def _displace(self, victim: Grantee, tenant: str) -> None:
-        """Takes a grant away, and with a node's those of the same tenant below it, which depend on the node."""
-        assert isinstance(victim, Node | Checkpoint)
-        entries: list[Node | Checkpoint] = [victim]
-        if isinstance(victim, Node):
-            entries += walk(victim)
-            entries += [at for node in (victim, *walk(victim)) for at in node.checkpoints.values()]
-        for entry in entries:
-            if entry.grant is not None and entry.grant.is_charged and entry.grant.tenant == tenant:
-                self._counters.displaced_grants += 1
-                self._tree.ungrant(entry)
 
     def grant(self, entry: Node | Checkpoint, claims: Sequence[Claim], kept: set[Node], now: float) -> int:
         """Gives an entry the strongest of the claims. Returns the bytes that its tenant could not pay for, in which
@@ -421,16 +371,3 @@ class _Application:
         checkpoints = [at for at in part.checkpoints.values() if not at.is_spent]
         missed = [self._retainer.grant(each, claims, self._kept, self._now) for each in reversed(checkpoints)]
         return not any(missed)
-
-
-def _node_of(entry: Grantee) -> Node | None:
-    return entry.node if isinstance(entry, Checkpoint) else entry if isinstance(entry, Node) else None
-
-
-def _yields(entry: Grantee, level: Level, now: float) -> bool:
-    """Returns True if an entry gives its place to one of `level`: it is below that, or as high and overdue."""
-    grant = entry.grant
-    assert grant is not None
-    if grant.level != level:
-        return grant.level < level
-    return not entry.is_referenced and entry.used_at + grant.gap_s < now

@@ -8,13 +8,20 @@ all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
+
+from rootstock.cache.retention import Level
+from rootstock.cache.tenants import Tenants
 
 # Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
 # logarithm of the seconds that a byte saves.
 Value = tuple[bool, bool, int, int, float]
+# Orders retained entries within a tenant's share: the level, then the logarithm of the seconds that a byte saves.
+Standing = tuple[Level, float]
 _LEAST_PRICE = 1e-30
+_LEAST_REUSE = 1e-3
+_REUSE_GAIN = 0.02  # of each prompt, in the moving average
 
 
 class SharedCache(Protocol):
@@ -49,12 +56,44 @@ class PinningCache(Protocol):
         ...
 
 
+class RetainingCache(Protocol):
+    """The entries that hints retain in a cache, as the other caches of its budget see them."""
+
+    def expire(self) -> None:
+        """Ends the grants that have expired."""
+        ...
+
+    @property
+    def tenants(self) -> list[str]: ...  # with retained entries
+    def bytes_of(self, tenant: str | None) -> int:
+        """Returns the bytes that a tenant retains, or all of them."""
+        ...
+
+    def firm_bytes(self, tenant: str, level: Level, now: float) -> int:
+        """Returns the bytes that do not yield to new entries of a level, with those that are promised."""
+        ...
+
+    def least(
+        self, tenant: str, kept: Collection[object], now: float, below: Level | None
+    ) -> Standing | None:
+        """Returns the standing, at the price of 1, of the entry that the tenant gives up first.
+
+        None: there is none, it is in `kept`, or it does not yield to the level `below`.
+        """
+        ...
+
+    def displace_least(self, tenant: str) -> None:
+        """Takes the grant of that entry away, and with a node's those of the same tenant below it."""
+        ...
+
+
 class SharedBudget:
     """A number of bytes for several caches."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.moved_bytes = 0  # evicted from one cache for another
+        self.tenants = Tenants()  # of the requests to all caches
         self._shares: tuple[BudgetShare, ...] = ()  # replaced as a whole: other threads read it
 
     @property
@@ -99,15 +138,24 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
+        # Share of the prompts' tokens that the cache has, or had before an eviction. Entries that no request uses
+        # again save nothing, however dear their prefill is.
+        self.reuse = 1.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
         self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
         self._cache: SharedCache | None = None
         self._pinning: PinningCache | None = None
+        self._retaining: RetainingCache | None = None
 
-    def attach(self, cache: SharedCache, pinning: PinningCache | None = None) -> None:
-        """Counts the rows of a cache, in place of the one before. `pinning` has its leases."""
-        self._cache, self._pinning = cache, pinning
+    def attach(
+        self,
+        cache: SharedCache,
+        pinning: PinningCache | None = None,
+        retaining: RetainingCache | None = None,
+    ) -> None:
+        """Counts the rows of a cache, in place of the one before. `pinning` has its leases, `retaining` its hints."""
+        self._cache, self._pinning, self._retaining = cache, pinning, retaining
 
     def close(self) -> None:
         """Keeps other caches from evicting: the cache's owner is about to end."""
@@ -155,6 +203,27 @@ class BudgetShare:
     def drop_own_pin(self) -> bool:
         return self._pinning is not None and self._pinning.drop_own_pin()
 
+    def others_retained(self) -> Iterator[tuple[RetainingCache, float]]:
+        """Yields the retained entries of each other cache, and the logarithm of its price. A cache that is about to
+        end takes nothing from others, and sees none."""
+        for other in () if self.is_closed else self.budget.beside(self):
+            retaining = other.retaining
+            if retaining is not None:
+                yield retaining, other.log_price
+
+    @property
+    def retaining(self) -> RetainingCache | None:
+        return self._retaining
+
+    def observe_prompt(self, known_share: float) -> None:
+        """Learns from a prompt that this share of its tokens was cached before, evicted since or not."""
+        self.reuse += _REUSE_GAIN * (known_share - self.reuse)
+
+    @property
+    def log_price(self) -> float:
+        """The logarithm of the time that a byte of a plain block saves, by the chance that it is asked for again."""
+        return math.log(max(self.price, _LEAST_PRICE)) + math.log(max(self.reuse, _LEAST_REUSE))
+
     @property
     def excess_bytes(self) -> int:
         """Bytes of memory that the caches must give back to the system to stay within the budget."""
@@ -162,7 +231,7 @@ class BudgetShare:
 
     def valued(self, value: Value) -> Value:
         """Returns a value at this cache's price, comparable with those of the other caches."""
-        return *value[:4], value[4] + math.log(max(self.price, _LEAST_PRICE))
+        return *value[:4], value[4] + self.log_price
 
     def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:
         """Makes one step towards so many free bytes in the cache whose next entry is worth the least.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rootstock.engine.stats import AdapterStats
 from rootstock.errors import AdapterExists, AdapterLimit
 from rootstock.runtime.base import LoadedAdapter
 
@@ -54,6 +56,17 @@ class AdapterTable:
         """The fingerprints of all adapters that were loaded since the start."""
         with self._lock:
             return sorted(self._known)
+
+    def stats(self, running: Mapping[str, int], waiting: Mapping[str, int]) -> AdapterStats | None:
+        """Returns the requests of each adapter by its names. The arguments have them by fingerprint."""
+        if not self._known:
+            return None
+        named = self.all
+
+        def by_name(requests: Mapping[str, int]) -> dict[str, int]:
+            return {each.name: count for each in named if (count := requests.get(each.fingerprint, 0))}
+
+        return AdapterStats(MAX_ADAPTERS, by_name(running), by_name(waiting))
 
     def is_loaded(self, fingerprint: str) -> bool:
         return fingerprint in self._fingerprints

@@ -10,11 +10,12 @@ from rootstock.cache import KVCache
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.kv_budget import auto_budget_bytes, divided_rows
+from rootstock.engine.kv_budget import adapter_bytes, auto_budget_bytes, divided_rows
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
+from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
 from rootstock.runtime.model_files import check_configs, locate, weight_files
 
@@ -41,10 +42,13 @@ def assemble(
     engine: EngineConfig | None = None,
     tier: TierConfig | None = None,
     shared: SharedBudget | None = None,
+    *,
+    beside_bytes: int = 0,
 ) -> Assembly:
     """Assembles an engine around a loaded model. Raises BudgetTooSmall or InvalidOption.
 
-    With `shared`, its cache has a share in the budget of several models, unless `cache` has a budget of its own.
+    With `shared`, its cache has a share in the budget of several models, unless `cache` has a budget of its own. An
+    automatic budget leaves room for `beside_bytes` that are loaded later.
     """
     cache, engine, tier = cache or CacheConfig(), engine or EngineConfig(), tier or TierConfig()
     described = runtime.description
@@ -56,7 +60,7 @@ def assemble(
     elif shared is not None:
         budget, share = shared.budget_bytes, shared.join()
     else:
-        budget = auto_budget_bytes(described, engine)
+        budget = auto_budget_bytes(described, engine, beside_bytes)
     try:
         return _assembled(runtime, tokenizer, cache, engine, tier, budget, share)
     except BaseException:
@@ -135,10 +139,13 @@ def build_engine(
         pool_bytes=_pool_bytes(cache, shared),
         host_bytes=0 if tier is None else tier.host_budget_bytes,
         context_limit=None if engine is None else engine.context_limit,
+        adapter_weights=_adapter_weights(model),
     )
     runtime = load_model(model, report, demands, directory=directory)
+    beside = adapter_bytes(runtime.description, demands.adapter_weights)
     made = replace(
-        assemble(runtime, tokenizer, cache, engine, tier, shared), serves_chat=tokenizer.has_chat_template
+        assemble(runtime, tokenizer, cache, engine, tier, shared, beside_bytes=beside),
+        serves_chat=tokenizer.has_chat_template,
     )
     if made.engine.constraints is not None:
         made.engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
@@ -146,6 +153,15 @@ def build_engine(
         made.engine.load_adapter(adapter.name, adapter.path)
     end_team()  # from here on only the engine's thread computes
     return made
+
+
+def _adapter_weights(model: ModelConfig) -> int:
+    """Counts the weights of the adapters that are loaded with a model. Adapters of the same files share theirs.
+
+    Raises AdapterUnusable.
+    """
+    by_path = {Path(adapter.path).expanduser().resolve(): adapter for adapter in model.adapters}
+    return sum(count_weights(adapter.name, adapter.path) for adapter in by_path.values())
 
 
 def _pool_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int:

@@ -464,6 +464,7 @@ class Engine:
                 self.scheduler.paced_tokens,
                 None if self.idle_prefills is None else self.idle_prefills.stats(),
                 self.scheduler.phases(),
+                self.adapters.stats(*self.scheduler.adapters()),
             )
         )
 

@@ -18,19 +18,25 @@ _LEAST_FREE_SHARE = (
     0.1  # of the free memory is left by the weights, for an automatic budget of several models
 )
 
+_WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
+
 USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic budget
 # Weight of a window's or the states' pool, relative to full attention's, where memory is divided at start.
 FIXED_SHARE = 0.5
 
 
-def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:
-    """Returns a share of the free memory, capped at the need of `max_batch` requests of the longest context."""
+def auto_budget_bytes(description: ModelDescription, engine: EngineConfig, beside_bytes: int = 0) -> int:
+    """Returns a share of the free memory, capped at the need of `max_batch` requests of the longest context.
+
+    `beside_bytes` of the free memory are taken later.
+    """
     if description.device.startswith("cuda"):
         import torch
 
-        share = DEVICE_SHARE * torch.cuda.mem_get_info()[0]
+        free, part = torch.cuda.mem_get_info()[0], DEVICE_SHARE
     else:
-        share = HOST_SHARE * free_host_bytes()
+        free, part = free_host_bytes(), HOST_SHARE
+    share = part * max(0, free - beside_bytes)
     longest = min(description.context_limit, engine.context_limit or description.context_limit)
     # A request leaves a few checkpoints besides the rows of its positions.
     per_request = sum(
@@ -53,6 +59,11 @@ def auto_shared_bytes(devices: Set[str], weight_bytes: int) -> int:
         free = torch.cuda.mem_get_info()[0] if on_gpu else free_host_bytes()
         share = DEVICE_SHARE if on_gpu else HOST_SHARE
     return int(share * max(free - weight_bytes, free * _LEAST_FREE_SHARE))
+
+
+def adapter_bytes(description: ModelDescription, weights: int) -> int:
+    """Returns the bytes of so many weights of LoRA adapters, which have the model's dtype."""
+    return weights * _WEIGHT_BYTES.get(description.dtype, 4)
 
 
 def divided_rows(families: Sequence[Family], budget_bytes: int, block_size: int) -> list[int] | None:

@@ -6,7 +6,7 @@ It touches no tensor and no clock.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -165,6 +165,15 @@ class Scheduler:
         for sequence in self.sequences():
             counts[sequence.phase] += 1
         return counts
+
+    def adapters(self) -> tuple[Counter[str], Counter[str]]:
+        """Counts the requests of each LoRA adapter, by its fingerprint: those in the batch, and those that wait."""
+        running, waiting = Counter[str](), Counter[str]()
+        for sequence in self.sequences():
+            if sequence.request.adapter:
+                counts = running if sequence.phase in (Phase.PREFILL, Phase.DECODE) else waiting
+                counts[sequence.request.adapter] += 1
+        return running, waiting
 
     @property
     def decodes(self) -> bool:

@@ -72,6 +72,15 @@ class StepCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Requests of LoRA adapters, by the adapter's name. Names of the same files share their requests."""
+
+    most: int  # adapters that can be loaded
+    running: dict[str, int]  # requests in the batch; never 0
+    waiting: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     cache: CacheStats
     running: int
@@ -83,3 +92,4 @@ class EngineStats:
     paced_tokens: int | None = None
     idle: IdleStats | None = None  # None: idle work is off
     phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
+    adapters: AdapterStats | None = None  # None: none was ever loaded

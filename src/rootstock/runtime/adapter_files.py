@@ -7,10 +7,11 @@ The configuration gives their scaling. A field that would change the answer and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,11 @@ class AdapterSource:
     nbytes: int
     stamp: tuple[int, ...]  # of both files, when they were hashed
 
+    @property
+    def weight_count(self) -> int:
+        """Numbers in all tensors."""
+        return _count(self.tensors)
+
     def refuse_changed(self) -> None:
         """Raises AdapterUnusable if a file was written since it was hashed. OSError if it is gone."""
         if _stamp(self.directory / ADAPTER_CONFIG, self.weights) != self.stamp:
@@ -115,17 +121,9 @@ class Scalings:
 
 def read_adapter(name: str, path: str | Path) -> AdapterSource:
     """Checks an adapter's files and hashes them. Takes as long as reading them. Raises AdapterUnusable."""
-    directory = Path(path).expanduser()
-    try:
+    with _refusing(name, path):
+        directory = _directory(name, path)
         config, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
-        if not directory.is_dir():
-            raise AdapterUnusable(name, f"{shown(str(directory))} is not a directory")
-        if not config.is_file():
-            raise AdapterUnusable(name, f"{directory} has no {ADAPTER_CONFIG}")
-        if not weights.is_file():
-            raise AdapterUnusable(name, _without_weights(directory))
-        if weights.stat().st_size > _MAX_WEIGHT_BYTES:
-            raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} is larger than {in_units(_MAX_WEIGHT_BYTES)}")
         stamp = _stamp(config, weights)
         scalings, fields = _read_config(name, directory)
         tensors = _read_header(name, weights, fields)
@@ -139,6 +137,40 @@ def read_adapter(name: str, path: str | Path) -> AdapterSource:
             weights.stat().st_size,
             stamp,
         )
+
+
+def count_weights(name: str, path: str | Path) -> int:
+    """Counts the numbers in an adapter's tensors. Checks the files, and reads no tensor. Raises AdapterUnusable."""
+    with _refusing(name, path):
+        directory = _directory(name, path)
+        _, fields = _read_config(name, directory)
+        return _count(_read_header(name, directory / ADAPTER_WEIGHTS, fields))
+
+
+def _count(modules: Mapping[str, AdaptedModule]) -> int:
+    return sum(math.prod(shape) for module in modules.values() for shape in module.shapes.values())
+
+
+def _directory(name: str, path: str | Path) -> Path:
+    """Returns the directory of an adapter if it has both files. Raises AdapterUnusable."""
+    directory = Path(path).expanduser()
+    weights = directory / ADAPTER_WEIGHTS
+    if not directory.is_dir():
+        raise AdapterUnusable(name, f"{shown(str(directory))} is not a directory")
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise AdapterUnusable(name, f"{directory} has no {ADAPTER_CONFIG}")
+    if not weights.is_file():
+        raise AdapterUnusable(name, _without_weights(directory))
+    if weights.stat().st_size > _MAX_WEIGHT_BYTES:
+        raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} is larger than {in_units(_MAX_WEIGHT_BYTES)}")
+    return directory
+
+
+@contextlib.contextmanager
+def _refusing(name: str, path: str | Path) -> Iterator[None]:
+    """Turns errors of files and paths into AdapterUnusable."""
+    try:
+        yield
     except OSError as error:
         raise AdapterUnusable(
             name, f"it cannot be read ({error.strerror or type(error).__name__})"

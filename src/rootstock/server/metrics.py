@@ -28,6 +28,7 @@ from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
 from rootstock.server.vllm_metrics import (
+    add_vllm_adapters,
     add_vllm_drafts,
     add_vllm_embeddings,
     add_vllm_engine,
@@ -169,6 +170,8 @@ class _ScrapeCollector(Collector):
             add_vllm_engine(families, stats, config, vllm_labels)
             if model.engine.why_no_drafts is None:
                 add_vllm_drafts(families, stats.counters, vllm_labels)
+            if stats.adapters is not None:
+                add_vllm_adapters(families, stats.adapters, vllm_labels)
         for embedding in self._models.loaded_embeddings:
             self._add_embedding(families, embedding)
         _add_response_store(families, self._response_store())

@@ -5,11 +5,12 @@ docs/metrics.md compares each name with vLLM's documentation. A name that would 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.sequence import Phase
-from rootstock.engine.stats import EngineStats, StepCounters
+from rootstock.engine.stats import AdapterStats, EngineStats, StepCounters
 from rootstock.server.families import Families, Labels
 from rootstock.server.request_metrics import (
     VLLM_CHOICES,
@@ -21,6 +22,7 @@ from rootstock.server.request_metrics import (
 )
 
 _DRAFT_POSITIONS = 32  # that have a label
+_LISTED_ADAPTERS = 32  # in a label
 _ENDS = ("stop", "length", "abort", "error")  # each has a series from the start
 
 
@@ -118,3 +120,22 @@ def add_vllm_drafts(families: Families, counters: StepCounters, labels: Labels) 
     help = "Draft tokens accepted, by place in the draft"
     name = "vllm:spec_decode_num_accepted_tokens_per_pos"
     families.counters(name, help, "position", by_position, labels)
+
+
+def add_vllm_adapters(families: Families, stats: AdapterStats, labels: Labels) -> None:
+    """Adds the LoRA adapters with requests: one series, whose labels list them and whose value is the time."""
+    listed = {
+        **labels,
+        "max_lora": str(stats.most),
+        "waiting_lora_adapters": _listed(stats.waiting),
+        "running_lora_adapters": _listed(stats.running),
+    }
+    families.gauge("vllm:lora_requests_info", "LoRA adapters with requests", time.time(), listed)
+
+
+def _listed(requests: Mapping[str, int]) -> str:
+    """Lists the adapters with the most requests. Their order is that of their names, so that the same adapters are
+    the same series. Readers divide the list at commas."""
+    names = [name for name in requests if "," not in name]
+    most = sorted(names, key=lambda name: (-requests[name], name))[:_LISTED_ADAPTERS]
+    return ",".join(sorted(most))

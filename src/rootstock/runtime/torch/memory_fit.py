@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.errors import AdapterUnusable, InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
@@ -40,14 +41,16 @@ class Demands:
     pool_bytes: int = 0  # KV cache on the model's device; 0: it takes the memory that is left
     host_bytes: int = 0  # host tier in main memory, beside an accelerator
     context_limit: int | None = None
+    adapter_weights: int = 0  # numbers in the tensors of LoRA adapters that are loaded with the model
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
     """Lower bound of the memory of a model's weights."""
 
-    resident: int  # after loading
+    resident: int  # after loading, without adapters
     converted: int  # private copies during loading: tensors of another dtype; the others stay mapped files
+    adapters: int = 0  # of LoRA adapters, which are loaded last and never quantized
 
 
 def weight_bytes(
@@ -83,7 +86,9 @@ def refuse_too_large(
     """Raises ModelTooLarge if the weights do not fit in the free memory, InvalidOption if weights and budgets
     together do not."""
     words = dtype if quantize == "none" else f"{dtype} with {quantize} weights"
-    resident, converted = weights.resident, weights.converted
+    resident, converted = weights.resident + weights.adapters, weights.converted
+    if weights.adapters:
+        words = f"{words}, with {in_units(weights.adapters)} of LoRA adapters"
     free_host = free_host_bytes()
     if device.type != "cuda":
         if converted > free_host:  # all weights are loaded before the first is quantized
@@ -104,6 +109,22 @@ def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free
             in_units(beside),
             f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "
             f"{in_units(weights)} (--no-memory-check serves all the same)",
+        )
+
+
+def refuse_large_adapter(source: AdapterSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises AdapterUnusable if an adapter's weights do not fit in the memory that is free beside the model's."""
+    needed = source.weight_count * dtype.itemsize
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, memory = torch.cuda.mem_get_info(device)[0] + reserved, f"memory of {device}"
+    else:
+        free, memory = free_host_bytes(), "main memory"
+    if needed > free:
+        raise AdapterUnusable(
+            source.name,
+            f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
+            "(a server with --no-memory-check loads it all the same)",
         )
 
 

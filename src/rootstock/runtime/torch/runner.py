@@ -36,7 +36,13 @@ from rootstock.runtime.torch.inspect.layout import Layout
 from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
-from rootstock.runtime.torch.memory_fit import Demands, refuse_longer_context, refuse_too_large, weight_bytes
+from rootstock.runtime.torch.memory_fit import (
+    Demands,
+    refuse_large_adapter,
+    refuse_longer_context,
+    refuse_too_large,
+    weight_bytes,
+)
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
@@ -88,6 +94,7 @@ def load_model(
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         if config.memory_check:
             needed = weight_bytes(stored_tensors(name, files), empty, dtype, config.quantize)
+            needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         del empty
         report("load", 0.0)
@@ -154,7 +161,12 @@ def load_model(
     stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
         compile_for(stored.layout.dtypes)  # a layer may have another dtype than the model
-    adapters = Adapters(model, served, packing.kept)
+    adapters = Adapters(
+        model,
+        served,
+        packing.kept,
+        lambda source: refuse_large_adapter(source, dtype, device) if config.memory_check else None,
+    )
     return TorchRuntime(model, stored, with_graphs=config.cuda_graphs, adapters=adapters)
 
 

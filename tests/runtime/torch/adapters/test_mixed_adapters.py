@@ -19,6 +19,7 @@ from rootstock.cache.types import SlotId, Tokens
 from rootstock.errors import AdapterUnusable
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
+from rootstock.runtime.torch import memory_fit
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.driving import allocate, load, random_tokens
 
@@ -70,6 +71,7 @@ def assert_own(steps: list[Logits], model: Any, prompt: Tokens) -> None:
         ("gemma2", "mixed"),  # windows
         ("deepseek_v3", "apart"),  # latents, which attention expands with a weight that it reads itself
         ("bloom", "apart"),  # one sequence per forward
+        ("falcon", "apart"),  # the same, and a linear layer of a class of its own
     ],
 )
 @pytest.mark.behaviour(9)
@@ -219,3 +221,28 @@ def test_an_adapter_whose_rows_would_be_wrong_is_refused(
     monkeypatch.setattr(LinearDelta, "apply", lambda self, x, y: y.mul_(1.01))
     with caplog.at_level(logging.WARNING):
         assert "merged weights" in refusal(runtime, save_adapter(tmp_path / "a", base, linears_of(base)))
+
+
+def test_a_router_is_refused_by_its_name(tmp_path: Path) -> None:
+    """It is a linear layer by its class, and returns the choice of experts as well."""
+    save(tmp_path / "m", "phimoe")
+    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    routers = [name for name, module in base.named_modules() if "Router" in type(module).__name__]
+    message = refusal(runtime, save_adapter(tmp_path / "a", base, routers))
+    assert f"{routers[0]} is a PhimoeTopKRouter" in message
+    assert "leave it out of target_modules" in message
+
+
+def test_an_adapter_beyond_the_free_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "m", "llama")
+    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    made = save_adapter(tmp_path / "a", base, linears_of(base))
+    needed = 4 * read_adapter("a", made).weight_count
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: needed - 1)
+    message = refusal(runtime, made)
+    assert "of the main memory is free" in message
+    assert "--no-memory-check" in message
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: needed)
+    add(runtime, made)

@@ -39,10 +39,17 @@ _log = logging.getLogger(__name__)
 class Adapters:
     """The adapters of one model. Owned by the thread that owns the runtime."""
 
-    def __init__(self, model: nn.Module, served: Served, read_elsewhere: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        served: Served,
+        read_elsewhere: Mapping[str, str],
+        refuse_large: Callable[[AdapterSource], None],
+    ) -> None:
         """`served`: the model in its execution mode. `read_elsewhere`: linear layers that are not packed, by name,
-        and the reason."""
+        and the reason. `refuse_large` raises AdapterUnusable for an adapter that does not fit in the memory."""
         self._model = model
+        self._refuse_large = refuse_large
         self.served = served
         self._read_elsewhere = {name for name, why in read_elsewhere.items() if "read by other code" in why}
         self._named = dict(model.named_modules())
@@ -67,6 +74,7 @@ class Adapters:
         """Loads and checks an adapter. `make_runtime` makes a runtime with these adapters. Raises AdapterUnusable."""
         if source.fingerprint in self._loaded:
             return self._loaded[source.fingerprint]
+        self._refuse_large(source)
         given = self._read(source)
         nbytes = 0
         try:

@@ -156,11 +156,32 @@ def refuse_misfit(
         raise Refused("has a magnitude in the adapter, whose use_dora is false")
     if dora and "B.bias" in shapes:
         raise Refused("has a bias of B beside a magnitude, which PEFT does not know")
+    if isinstance(module, nn.Linear) and not _computes_its_product(module):
+        raise Refused(
+            f"is a {type(module).__name__}, which computes more than a linear layer, as routers of experts do: leave "
+            "it out of target_modules"
+        )
     plain = type(module) in (nn.Linear, nn.Embedding) or isinstance(module, Conv1D)
     if not plain and {"weight", "bias", "magnitude"} & shapes.keys():
         raise Refused(f"is a {type(module).__name__}, whose weights cannot be replaced for some rows only")
     if "bias" in shapes and getattr(module, "bias", None) is None:
         raise Refused("has a bias in the adapter, but none in the base model")
+
+
+def _computes_its_product(linear: nn.Linear) -> bool:
+    """Returns whether a linear layer's class returns one output for each input, as nn.Linear does."""
+    if type(linear) is nn.Linear:
+        return True
+    # A layer of the same class without weights, which may be packed, and without a replaced forward.
+    empty = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    empty.__class__ = type(linear)
+    own = {name: value for name, value in vars(linear).items() if not name.startswith("_")}
+    vars(empty).update({name: value for name, value in own.items() if name != "forward"})
+    try:
+        found = empty(torch.empty(1, linear.in_features, device="meta"))
+    except Exception:  # a model's own code may raise anything
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, linear.out_features)
 
 
 def delta_of(
