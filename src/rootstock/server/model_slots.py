@@ -405,7 +405,8 @@ def _most_bytes(slots: Sequence[ModelSlot]) -> int:
     models = [model for slot in slots if (model := slot.model) is not None]
     shares = [_share_of(model) for model in models]
     weights = sum(_MOST_BYTES_PER_PARAMETER * model.description.parameters for model in models)
-    weights += sum(adapter.loaded.nbytes for model in models for adapter in model.engine.adapters.all)
+    generating = [model for model in models if isinstance(model, ServedModel)]
+    weights += sum(adapter.loaded.nbytes for model in generating for adapter in model.engine.adapters.all)
     return weights + sum(share.backed_bytes for share in shares if share is not None)
 
 
