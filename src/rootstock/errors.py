@@ -36,8 +36,6 @@
     │   ├── KeyNotAllowed               403  the role of a key does not allow the route
     │   ├── ModelNotAllowed             403  the tenant's list of models does not have it
     │   ├── CsrfTokenMissing            403  a change that a browser's session asks for
-    │   ├── OpenRequestNotFound         404  no request that runs or waits has this id
-    │   ├── NodeNotFound                404  a node of the prefix tree is gone
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -53,7 +51,6 @@
     │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
     │   ├── TooManyLogins               429  failed logins of one address
-    │   ├── TooManyViewers              429  of the dashboard
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -528,22 +525,6 @@ class CsrfTokenMissing(RequestError):
         )
 
 
-class OpenRequestNotFound(RequestError):
-    code = "request_not_found"
-    http_status = 404
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"No request {_SHORT.repr(id)} runs or waits. It may have ended.", param="id")
-
-
-class NodeNotFound(RequestError):
-    code = "node_not_found"
-    http_status = 404
-
-    def __init__(self) -> None:
-        super().__init__("This node of the prefix tree is gone. Ask for the tree again.")
-
-
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
@@ -693,13 +674,6 @@ class TooManyLogins(Overloaded):
 
     def __init__(self, wait_s: float) -> None:
         super().__init__(f"Too many logins with a wrong key. Try again in {wait_s:.0f} seconds.")
-
-
-class TooManyViewers(Overloaded):
-    code = "too_many_viewers"
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} pages watch this server already. Close one of them.")
 
 
 class TooManyConnections(Overloaded):
