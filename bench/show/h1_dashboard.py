@@ -506,19 +506,33 @@ class Watcher:
         return 0 < nodes < all_nodes and names.strip() == TENANTS[0] and "operator" in memory and not others
 
     def pin(self, page: Any) -> bool:
-        """Pins a prefix that agents share, on behalf of its tenant, and releases it."""
-        page.focus("#tree")
-        page.keyboard.press("Home")
-        for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
-            page.keyboard.press(key)
+        """Pins a prefix on behalf of its tenant, and releases it."""
+        self.select_checkpoint(page)
         page.click("#node button:has-text('Pin')")
         page.click("#confirm-yes")
+        until(page, "document.getElementById('toast').textContent.includes('inned')")
+        told = page.inner_text("#toast")
+        if told != "The prefix is pinned.":
+            print("pin:", told, flush=True)
+            return False
         page.wait_for_selector("#pins td button")
         print("pinned:", page.inner_text("#pins tbody tr"), flush=True)
         page.click("#pins td button")
         page.click("#confirm-yes")
         page.wait_for_selector("#pins .empty")
         return True
+
+    def select_checkpoint(self, page: Any) -> None:
+        """Goes down the tree to a node with a checkpoint: a hybrid's prefix without one cannot be pinned."""
+        page.focus("#tree")
+        page.keyboard.press("Home")
+        for _ in range(8):
+            page.evaluate("document.getElementById('node').replaceChildren()")
+            page.focus("#tree")
+            page.keyboard.press("ArrowDown")
+            page.wait_for_selector("#node dl")
+            if "Checkpoints" in page.inner_text("#node"):
+                return
 
     def clear(self, page: Any) -> bool:
         before = int(page.get_attribute("#tree", "data-nodes"))

@@ -149,6 +149,8 @@ class Trees:
         self._forget_later()
         if self._task is None and self._clock() >= self._due:
             self._task = asyncio.create_task(self._renew())
+            # The engine may stop while no page waits for the picture.
+            self._task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         task = self._task
         if task is not None:
             await asyncio.wait({task}, timeout=None if self._picture is None else PATIENCE_S)
