@@ -436,7 +436,7 @@ class Watcher:
                 each.evaluate("document.getElementById('tree').scrollIntoView()")
                 each.wait_for_selector("#tree[data-nodes]", timeout=30_000)
                 each.focus("#tree")
-                for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+                for key in ("ArrowDown", "ArrowDown", "ArrowLeft", "Home"):
                     each.keyboard.press(key)
                 each.wait_for_selector("#node dl")
                 each.wait_for_selector("#misses mark")
