@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 from d4_agents_http import KV_BUDGET, SIZES, over_http
@@ -146,7 +146,8 @@ def _get(url: str) -> tuple[Any, bytes]:
 
 
 def _post(url: str) -> None:
-    with _opener.open(url, data=b"", timeout=60) as response:
+    request = Request(url, b"{}", {"Content-Type": "application/json"})
+    with _opener.open(request, timeout=60) as response:
         response.read()
 
 
