@@ -7,17 +7,21 @@ Playwright opens the page with the operator's key, and judges that every panel u
 20 frames a second while it is zoomed and moved, that a miss is explained, that stopping, pinning and clearing work,
 and that the chat answers. axe-core must find no serious violation in any of four modes: desktop and phone, dark and
 light. A page with a tenant's key must show that tenant's prefixes alone. The page's own work is measured as a share
-of the time.
+of the time. The chat page in docs/ is opened from disk and from another origin, and must answer as well.
+
+`--d4` measures another thing instead: how much longer D4's workload takes with an open page (page_cost.py).
 
 It needs the package playwright, a Chromium, and axe-core's axe.min.js:
 
     python bench/show/h1_dashboard.py --chromium /usr/bin/chromium --axe node_modules/axe-core/axe.min.js
+    python bench/show/h1_dashboard.py --chromium /usr/bin/chromium --d4
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -27,11 +31,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import page_cost
 from common import ROOT, argument_parser, at_least, at_most, conclude, could_not, exactly
 
 from rootstock.cache import KVCache
@@ -51,6 +57,7 @@ SHOW = "H1"
 NODES = 100_000
 BLOCK = 8
 TENANTS = ("research", "support", "build-agents")
+CHAT_PAGE = ROOT / "docs" / "chat.html"
 KEYS = {f"key-of-{name}": name for name in TENANTS}
 ADMIN = "operators-key"
 FORWARD_S = 0.02
@@ -88,19 +95,36 @@ def main() -> None:
     options.add_argument("--axe", default=os.environ.get("ROOTSTOCK_AXE"), help="axe-core's axe.min.js")
     options.add_argument("--nodes", type=int, default=NODES)
     options.add_argument("--pictures", type=Path, default=ROOT / "docs" / "img")
+    options.add_argument("--d4", action="store_true", help="measure D4's workload with an open page instead")
+    options.add_argument("--d4-model", default=page_cost.MODEL)
+    options.add_argument("--d4-turns", type=int, default=page_cost.TURNS, help="of each of the eight agents")
+    options.add_argument("--d4-rounds", type=int, default=page_cost.ROUNDS)
     given = options.parse_args()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         could_not(SHOW, "the package playwright is not installed")
-    if given.chromium is None or given.axe is None:
+    if given.chromium is None or (given.axe is None and not given.d4):
         could_not(SHOW, "--chromium and --axe name a browser and axe.min.js")
+    if given.d4:
+        figures = page_cost.measure(given.chromium, given.d4_model, given.d4_turns, given.d4_rounds)
+        conclude(SHOW, figures, {"wall_ratio_client": at_most(1.01)})
+    with page_elsewhere() as (elsewhere, origin):
+        show(given, sync_playwright, elsewhere, origin)
+
+
+def show(given: Any, sync_playwright: Any, elsewhere: str, origin: str) -> None:
     server = ServerConfig(
-        admin_key=ADMIN, tenant_keys=KEYS, show_prompts=True, aliases=(), allowed_hosts=("127.0.0.1",)
+        admin_key=ADMIN,
+        tenant_keys=KEYS,
+        show_prompts=True,
+        aliases=(),
+        allowed_hosts=("127.0.0.1",),
+        allowed_origins=(origin, "null"),
     )
     made, nodes = slow_engine(given.nodes)
     print(f"a tree of {nodes:,} nodes", flush=True)
-    figures: dict[str, Any] = {"nodes": nodes}
+    figures = {"nodes": nodes}
     with (
         made.engine,
         running(create_app(made, server), made.engine) as url,
@@ -108,7 +132,7 @@ def main() -> None:
     ):
         with sync_playwright() as play:
             browser = play.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
-            figures |= Watcher(browser, url, Path(given.axe).read_text(), given.pictures).watch()
+            figures |= Watcher(browser, url, Path(given.axe).read_text(), given.pictures, elsewhere).watch()
             browser.close()
         figures["work_share"] = round(work_share(made), 5)
     conclude(
@@ -125,6 +149,7 @@ def main() -> None:
             "pinned": exactly(True),
             "cleared": exactly(True),
             "chat_answered": exactly(True),
+            "chat_pages_answered": exactly(2),
             "tenant_sees_own_only": exactly(True),
             "pictures_below_200_kb": exactly(True),
             "work_share": at_most(0.01),
@@ -189,6 +214,26 @@ def slow_engine(nodes: int) -> tuple[Assembly, int]:
 
 
 @contextlib.contextmanager
+def page_elsewhere() -> Iterator[tuple[str, str]]:
+    """Serves docs/ at another origin. Yields the URL of the chat page, and the origin."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(CHAT_PAGE.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
+        thread = threading.Thread(target=host.serve_forever, daemon=True)
+        thread.start()
+        origin = f"http://127.0.0.1:{host.server_address[1]}"
+        try:
+            yield f"{origin}/{CHAT_PAGE.name}", origin
+        finally:
+            host.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
 def agents(url: str) -> Iterator[None]:
     """Asks for chats of every tenant until the block ends: with a shared head, and with a date in the head."""
     ended = threading.Event()
@@ -222,10 +267,11 @@ def agents(url: str) -> Iterator[None]:
 def work_share(made: Assembly) -> float:
     """Returns the time that a feed takes for one page, as a share of ten seconds."""
     feed = Feed(made.engine, Names(ServerConfig()), Texts(made.tokenizer, show_prompts=True))
+    view = View(None, reads_prompts=True)
 
     async def watch() -> float:
         began = time.perf_counter()
-        async for _ in feed.events(View(None), lambda: time.perf_counter() - began < 10):
+        async for _ in feed.events(view, lambda: time.perf_counter() - began < 10):
             pass
         return feed.cost.seconds / (time.perf_counter() - began)
 
@@ -261,9 +307,11 @@ class Watcher:
     url: str
     axe: str
     pictures: Path
+    elsewhere: str  # URL of the chat page at another origin
 
     def watch(self) -> dict[str, Any]:
         errors: list[str] = []
+        self.found: set[str] = set()
         page = self.page(1440, 1000, "light", errors)
         self.log_in(page, ADMIN)
         figures: dict[str, Any] = {"panels": self.updating(page)}
@@ -277,7 +325,9 @@ class Watcher:
         self.use_keys(page)
         figures["chat_answered"] = self.chat(page)
         figures["stopped"] = self.stop(page)
-        figures["axe_serious"], sizes = self.modes(page, errors)
+        figures["chat_pages_answered"] = self.chat_pages(errors)
+        serious, sizes = self.modes(page, errors)
+        figures["axe_serious"] = serious + self.serious_of_chat_pages
         figures["axe_found"] = sorted(self.found)
         figures["pictures_below_200_kb"] = all(size < 200_000 for size in sizes)
         figures["tenant_sees_own_only"] = self.tenant(page, errors)
@@ -288,16 +338,26 @@ class Watcher:
             print("console:", error, flush=True)
         return figures
 
-    def page(self, width: int, height: int, scheme: str, errors: list[str]) -> Any:
+    def page(self, width: int, height: int, scheme: str, errors: list[str], address: str = "") -> Any:
         context = self.browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
         )
         page = context.new_page()
         page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(self.url)
+        self.listen(page, errors)
+        page.goto(address or self.url)
         return page
+
+    @staticmethod
+    def listen(page: Any, errors: list[str]) -> None:
+        """Collects the errors of a page's console."""
+
+        def told(message: Any) -> None:
+            if message.type == "error":
+                errors.append(f"{message.text} {message.location.get('url', '')}")
+
+        page.on("console", told)
+        page.on("pageerror", lambda error: errors.append(str(error)))
 
     def log_in(self, page: Any, key: str) -> None:
         page.fill("#key", key)
@@ -357,7 +417,6 @@ class Watcher:
         return False
 
     def modes(self, page: Any, errors: list[str]) -> tuple[int, list[int]]:
-        self.found: set[str] = set()
         serious, sizes = 0, []
         storage = page.context.storage_state()
         for kind, (width, height) in {"desktop": (1440, 1000), "phone": (390, 844)}.items():
@@ -372,29 +431,54 @@ class Watcher:
                 )
                 each = context.new_page()
                 each.set_default_timeout(WAIT_MS)
-                each.on(
-                    "console",
-                    lambda message: errors.append(message.text) if message.type == "error" else None,
-                )
+                self.listen(each, errors)
                 each.goto(self.url)
                 each.evaluate("document.getElementById('tree').scrollIntoView()")
                 each.wait_for_selector("#tree[data-nodes]", timeout=30_000)
                 each.focus("#tree")
-                for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+                for key in ("ArrowDown", "ArrowDown", "ArrowLeft", "Home"):
                     each.keyboard.press(key)
                 each.wait_for_selector("#node dl")
                 each.wait_for_selector("#misses mark")
                 each.wait_for_timeout(4000)
                 each.evaluate("document.activeElement.blur()")
-                each.evaluate(self.axe)
-                told = each.evaluate(FINDINGS)
-                for name, impact, targets in told:
-                    self.found.add(f"{name} ({impact})")
-                    print(f"axe, {kind} {scheme}: {name}, {impact}: {targets[:3]}", flush=True)
-                    serious += impact in ("serious", "critical")
+                serious += self.serious(each, f"{kind} {scheme}")
                 sizes.append(self.picture(each, f"dashboard-{kind}-{scheme}.png", whole=True))
                 context.close()
         return serious, sizes
+
+    def serious(self, page: Any, where: str) -> int:
+        """Counts the serious violations that axe finds in a page."""
+        page.evaluate(self.axe)
+        count = 0
+        for name, impact, targets in page.evaluate(FINDINGS):
+            self.found.add(f"{name} ({impact})")
+            print(f"axe, {where}: {name}, {impact}: {targets[:3]}", flush=True)
+            count += impact in ("serious", "critical")
+        return count
+
+    def chat_pages(self, errors: list[str]) -> int:
+        """Counts the answers that the chat page of the docs gets, from disk and from another origin."""
+        answered = self.serious_of_chat_pages = 0
+        for number, address in enumerate((CHAT_PAGE.as_uri(), self.elsewhere)):
+            scheme = ("light", "dark")[number]
+            page = self.page(*((1100, 900), (390, 844))[number], scheme, errors, address)
+            page.fill("#url", self.url)
+            page.fill("#key", f"key-of-{TENANTS[number]}")
+            page.fill("#max", "24")
+            page.click("#connect")
+            page.wait_for_selector("#send:not([disabled])")
+            for _ in range(2):
+                page.fill("#text", "How are you on this page? " * 8)
+                page.keyboard.press("Enter")
+                page.wait_for_selector("#send:not([disabled])", timeout=60_000)
+            told = page.inner_text("#log .message.assistant:last-child")
+            print(f"chat page, {address.partition(':')[0]}: {told[-90:]!r}", flush=True)
+            answered += "first token after" in told and "prompt tokens cached" in told
+            self.serious_of_chat_pages += self.serious(page, f"chat page {scheme}")
+            self.picture(page, f"chat-page-{scheme}.png", whole=False)
+            page.context.close()
+        return answered
 
     def picture(self, page: Any, name: str, whole: bool) -> int:
         """Saves a screenshot with 255 colours, and returns its size."""
@@ -422,19 +506,33 @@ class Watcher:
         return 0 < nodes < all_nodes and names.strip() == TENANTS[0] and "operator" in memory and not others
 
     def pin(self, page: Any) -> bool:
-        """Pins a prefix that agents share, on behalf of its tenant, and releases it."""
-        page.focus("#tree")
-        page.keyboard.press("Home")
-        for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
-            page.keyboard.press(key)
+        """Pins a prefix on behalf of its tenant, and releases it."""
+        self.select_checkpoint(page)
         page.click("#node button:has-text('Pin')")
         page.click("#confirm-yes")
+        until(page, "document.getElementById('toast').textContent.includes('inned')")
+        told = page.inner_text("#toast")
+        if told != "The prefix is pinned.":
+            print("pin:", told, flush=True)
+            return False
         page.wait_for_selector("#pins td button")
         print("pinned:", page.inner_text("#pins tbody tr"), flush=True)
         page.click("#pins td button")
         page.click("#confirm-yes")
         page.wait_for_selector("#pins .empty")
         return True
+
+    def select_checkpoint(self, page: Any) -> None:
+        """Goes down the tree to a node with a checkpoint: a hybrid's prefix without one cannot be pinned."""
+        page.focus("#tree")
+        page.keyboard.press("Home")
+        for _ in range(8):
+            page.evaluate("document.getElementById('node').replaceChildren()")
+            page.focus("#tree")
+            page.keyboard.press("ArrowDown")
+            page.wait_for_selector("#node dl")
+            if "Checkpoints" in page.inner_text("#node"):
+                return
 
     def clear(self, page: Any) -> bool:
         before = int(page.get_attribute("#tree", "data-nodes"))

@@ -10,7 +10,7 @@ import pytest
 from rootstock.cache import KVCache
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, ReleaseReason
-from rootstock.cache.tree_walk import NodeFlags, TreeWalk
+from rootstock.cache.tree_walk import TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE
 
@@ -40,7 +40,7 @@ def filled(prompts: int, hybrid: bool = False) -> KVCache:
 
 
 def begin(cache: KVCache, previous: TreeWalk | None = None) -> TreeWalk:
-    return TreeWalk(cache.tree, cache.pools, NUMBERS, previous)
+    return TreeWalk(cache.tree, cache.pools, NUMBERS, previous, at_once=16)
 
 
 def piece(walk: TreeWalk) -> bool:
@@ -77,9 +77,14 @@ def test_a_walk_reports_every_node_once(hybrid: bool) -> None:
     for row, parent in enumerate(columns.parent):
         assert columns.start[row] == (0 if parent < 0 else columns.end[parent])
     assert {namespace.salt for namespace in walk.namespaces} == {"red", "blue"}
-    with_checkpoint = sum(bool(flags & NodeFlags.CHECKPOINT) for flags in columns.flags)
-    assert with_checkpoint == sum(bool(node.checkpoints) for node in cache.tree.nodes())
-    assert bool(with_checkpoint) == hybrid
+    assert sum(columns.checkpoints) == stats.checkpoints
+    assert bool(stats.checkpoints) == hybrid
+    for number, leases, held in zip(columns.number, columns.leases, columns.checkpoint_bytes, strict=True):
+        detail = walk.detail(number, 0.0)
+        assert detail is not None
+        assert detail.leases == leases
+        assert detail.bytes == (detail.end - detail.start) * walk.token_bytes + held
+        assert held == sum(checkpoint.bytes for checkpoint in detail.checkpoints)
     assert not walk.is_truncated
 
 

@@ -250,6 +250,7 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/dashboard/login"): _posted("/dashboard/login", st.none()),
     ("POST", "/dashboard/logout"): _posted("/dashboard/logout", st.none()),
     ("POST", "/dashboard/requests/{id}/stop"): _posted("/dashboard/requests/{id}/stop", st.none()),
+    ("POST", "/dashboard/pins/{id}/release"): _posted("/dashboard/pins/{id}/release", st.none()),
 }
 # Bodies of routes that a tenant may not use, and of those that need an id.
 OTHER_BODIES: Mapping[str, Json] = {
@@ -283,7 +284,7 @@ NOT_COMPARED: Mapping[tuple[str, str], str] = {
     ("GET", "/dashboard/events"): "its events have times: tests/server/dashboard looks for what is of others",
     ("GET", "/dashboard/tree"): _NODES,
     ("GET", "/dashboard/tree/{number}"): _NODES,
-    ("GET", "/dashboard/tree/{number}/prefix"): _NODES,
+    ("POST", "/dashboard/tree/{number}/pin"): _NODES,
 }
 _OPEN = st.builds(
     lambda text: Ask(

@@ -23,6 +23,7 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
+from rootstock.server.drain import Drain
 from rootstock.server.listen import running
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
@@ -128,6 +129,7 @@ def served_by_oracle(
     vocab_size: int = ByteTokenizer.vocab_size,
     limits: HttpLimits | None = None,
     reuse: bool = True,
+    drain: Drain | None = None,
 ) -> Iterator[Served]:
     tokenizer = tokenizer or ByteTokenizer()
     runtime = FakeRuntime(
@@ -143,7 +145,7 @@ def served_by_oracle(
     if isinstance(fault, Held):
         fault.engine = made.engine
     server = server or ServerConfig(aliases=())
-    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server)
+    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server, drain)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,

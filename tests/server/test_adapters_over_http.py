@@ -160,7 +160,11 @@ def test_a_prefix_of_an_adapter_is_pinned(start: Callable[..., Served], director
     browser = Browser(served.url)
     _, columns = browser.tree()
     (number,) = map(int, columns["number"])
-    told = browser.get(f"/dashboard/tree/{number}/prefix").json()
-    assert (told["model"], told["tenant"], told["tokens"][: len(PROMPT)]) == ("a", "", PROMPT)
+    told = browser.post(f"/dashboard/tree/{number}/pin").json()["pinned"]
+    assert (told["tenant"], told["tokens"] >= len(PROMPT)) == ("", True)
     unload(served, "a")
-    assert browser.get(f"/dashboard/tree/{number}/prefix").json()["model"] is None
+    refused = browser.post(f"/dashboard/tree/{number}/pin").json()
+    assert refused == {
+        "refused": True,
+        "message": "Not pinned: the LoRA adapter of this prefix is not loaded.",
+    }

@@ -26,6 +26,7 @@ from rootstock.server.models import ModelRegistry
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from server.conftest import GREEDY, assert_error, user
+from server.dashboard.browser import Browser
 from waiting import HANG_S, wait_for, wait_until
 
 Json = dict[str, Any]
@@ -386,6 +387,20 @@ def test_an_operator_loads_and_unloads() -> None:
         assert set(several.client.get("/v1/cache/stats").json()["models"]) == {"a"}
         several.expect(several.chat("b"), "b")
         assert_error(several.post("load", "z"), 404, "model_not_found")
+
+
+def test_the_dashboard_of_an_unloaded_model_has_ordinary_answers() -> None:
+    with served(config_of("a"), config_of("b", **DEMAND)) as several:
+        browser = Browser(several.url)
+        assert browser.get("/dashboard/session").json()["models"] == ["a"]
+        tree = browser.get("/dashboard/tree?model=b")
+        assert (tree.status_code, "x-serial" in tree.headers) == (204, False)
+        browser.assert_gone("/dashboard/tree/1?model=b")
+        for path in ("requests/x/stop", "tree/1/pin"):
+            assert browser.post(f"/dashboard/{path}?model=b").json()["gone"] is True
+        with browser.events("/dashboard/events?model=b") as events:
+            assert list(events) == [{"gone": True}]
+        assert_error(browser.get("/dashboard/tree?model=z"), 404, "model_not_found")
 
 
 def test_only_an_operator_loads_and_unloads() -> None:

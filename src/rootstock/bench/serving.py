@@ -40,6 +40,11 @@ class ServerProcess:
         assert self._url is not None, "the server is not ready"
         return self._url
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
     def __enter__(self) -> ServerProcess:
         # A file rather than a pipe: a server that writes many warnings cannot block.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")

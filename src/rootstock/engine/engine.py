@@ -529,12 +529,8 @@ class Engine:
         return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, numbers, previous))
 
     def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
-        """Walks on for some time between two steps. Returns whether nodes are left."""
-
-        def walk_on() -> bool:
-            return walk.advance(time.perf_counter() + for_s, time.perf_counter)
-
-        return self.call(walk_on)
+        """Walks on between two steps, for some processor time of the thread. Returns whether nodes are left."""
+        return self.call(lambda: walk.advance(for_s, time.thread_time))
 
     def node_detail(self, walk: TreeWalk, number: int) -> NodeDetail | None:
         """Describes a node of a walk as it is now; None if it is gone."""

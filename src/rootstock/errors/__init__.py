@@ -36,8 +36,6 @@
     │   ├── KeyNotAllowed               403  the role of a key does not allow the route
     │   ├── ModelNotAllowed             403  the tenant's list of models does not have it
     │   ├── CsrfTokenMissing            403  a change that a browser's session asks for
-    │   ├── OpenRequestNotFound         404  no request that runs or waits has this id
-    │   ├── NodeNotFound                404  a node of the prefix tree is gone
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -53,7 +51,6 @@
     │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
     │   ├── TooManyLogins               429  failed logins of one address
-    │   ├── TooManyViewers              429  of the dashboard
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -130,7 +127,6 @@ from rootstock.errors.overload import (
     TooManyBodyBytes,
     TooManyConnections,
     TooManyLogins,
-    TooManyViewers,
     TransferUnderWay,
 )
 from rootstock.errors.requests import (
@@ -154,8 +150,6 @@ from rootstock.errors.requests import (
     ModelBusy,
     ModelNotFound,
     ModelNotLoaded,
-    NodeNotFound,
-    OpenRequestNotFound,
     PinNotFound,
     PinNotGranted,
     PrefixNotCached,
@@ -242,8 +236,6 @@ __all__ = [
     "ModelUnavailable",
     "ModelUnsupported",
     "ModelWeightsMissing",
-    "NodeNotFound",
-    "OpenRequestNotFound",
     "OriginNotAllowed",
     "OutOfBlocks",
     "Overloaded",
@@ -271,7 +263,6 @@ __all__ = [
     "TooManyConnections",
     "TooManyLogins",
     "TooManyLogprobs",
-    "TooManyViewers",
     "TransferUnderWay",
     "Unauthorized",
     "Unsupported",

@@ -81,13 +81,6 @@ class TooManyLogins(Overloaded):
         super().__init__(f"Too many logins with a wrong key. Try again in {wait_s:.0f} seconds.")
 
 
-class TooManyViewers(Overloaded):
-    code = "too_many_viewers"
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} pages watch this server already. Close one of them.")
-
-
 class TooManyConnections(Overloaded):
     code = "too_many_connections"
     http_status = 503

@@ -331,19 +331,3 @@ class HistoryTooLong(RequestError):
             f"The history that ends with response {shown(id)} has {detail}. Send a shorter one as 'input'.",
             param="previous_response_id",
         )
-
-
-class OpenRequestNotFound(RequestError):
-    code = "request_not_found"
-    http_status = 404
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"No request {SHORT.repr(id)} runs or waits. It may have ended.", param="id")
-
-
-class NodeNotFound(RequestError):
-    code = "node_not_found"
-    http_status = 404
-
-    def __init__(self) -> None:
-        super().__init__("This node of the prefix tree is gone. Ask for the tree again.")

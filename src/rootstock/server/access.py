@@ -56,7 +56,10 @@ Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
 OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/dashboard/session"})  # need no API key
-OPEN_FILES = "/dashboard/page/"  # of the dashboard: everybody may read its scripts
+DASHBOARD = (
+    "/dashboard/"  # with which the dashboard's routes begin: pages of other origins may use none of them
+)
+OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: everybody may read its scripts
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
@@ -275,6 +278,15 @@ def is_for_metrics(request: Request) -> bool:
     return caller_of(request).allowed_paths is not None
 
 
+def may_read_prompts(request: Request, config: ServerConfig) -> bool:
+    """Returns whether the sender may read tokens and texts of the prompts with its own salt.
+
+    Prompts of one salt may be of several parties, unless a key is bound to it: a header names it for any client.
+    """
+    caller = caller_of(request)
+    return caller.has_admin_key or bool(caller.tenant) or (config.explain == "all" and caller.may_explain)
+
+
 def names_tenant(request: Request) -> bool:
     """Returns whether the request is for one tenant, without the admin key."""
     return not caller_of(request).has_admin_key and bool(tenant_in_head(request))
@@ -426,7 +438,7 @@ class Guard:
     ) -> RootstockError | None:
         if not self._knows_host(headers.get(b"host")):
             return HostNotAllowed(_text(headers[b"host"]))
-        if self._is_foreign(method, headers):
+        if self._is_foreign(method, path, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
         if path not in OPEN_PATHS and not path.startswith(OPEN_FILES):
             if isinstance(caller, Unauthorized):
@@ -442,7 +454,7 @@ class Guard:
         elif int(length) > self._max_body_bytes:
             return BodyTooLarge(self._max_body_bytes)
         if method not in _SAFE_METHODS:
-            if self._drain.is_draining:
+            if self._drain.is_draining and not path.startswith(DASHBOARD):  # stopping requests helps a drain
                 return Draining()
             if path == IMPORT_PATH:
                 return _refusal_of_bundle_type(headers)
@@ -458,13 +470,13 @@ class Guard:
             return True
         return any(f"*.{parent}" in self._hosts for parent in _parents(name))
 
-    def _is_foreign(self, method: str, headers: Headers) -> bool:
+    def _is_foreign(self, method: str, path: str, headers: Headers) -> bool:
         """Returns whether the request comes from a web page of an origin that is not allowed."""
         origin = headers.get(b"origin")
         site = headers.get(b"sec-fetch-site")  # set by the browser: pages cannot change it
         if origin is None:
             return method not in _SAFE_METHODS and site is not None and site not in _SAME_SITE_OF_BROWSERS
-        if "*" in self._origins or _text(origin) in self._origins:
+        if not path.startswith(DASHBOARD) and ("*" in self._origins or _text(origin) in self._origins):
             return False
         if site is not None:
             return site not in _SAME_SITE_OF_BROWSERS

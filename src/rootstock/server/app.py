@@ -10,12 +10,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.server.access import (
+    DASHBOARD,
     Guard,
     Keys,
     Tenant,
@@ -98,7 +100,7 @@ def create_app(
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
-            CORSMiddleware,
+            _CorsOfApi,
             allow_origins=config.allowed_origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
@@ -133,6 +135,16 @@ def create_app(
     app.include_router(_root_route(page))
     install_docs(app)
     return app
+
+
+class _CorsOfApi(CORSMiddleware):
+    """CORS headers for pages of the allowed origins: on all routes but the dashboard's, which take a cookie."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(DASHBOARD):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def _generation_routes(answerer: Answerer) -> APIRouter:

@@ -17,7 +17,7 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Cleared
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, RequestError
-from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
+from rootstock.server.access import Tenant, is_operator, may_read_prompts, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import Explainer
 from rootstock.server.models import ModelRegistry
@@ -61,9 +61,7 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
             for span in one.engine.volatile_spans(salt or None)
         ]
         spans.sort(key=lambda pair: -pair[1].recomputed_tokens)
-        # Prompts of one salt may be of several parties, unless a key is bound to it.
-        caller = caller_of(request)
-        shows_texts = config.explain == "all" or caller.has_admin_key or bool(caller.tenant)
+        shows_texts = may_read_prompts(request, config)
         return {
             "texts": "of your own prompts"
             if shows_texts

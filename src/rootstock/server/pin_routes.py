@@ -33,13 +33,6 @@ _POSTED = documented_errors(409, *MODEL_ROUTE)
 def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
 
-    def owner_of(request: Request, tenant: str) -> str | None:
-        """Returns the tenant whose pins the sender may see and release; None: the operator, who may all of them."""
-        if is_operator(request):
-            return None
-        refuse_unless(bool(tenant), config)
-        return tenant
-
     async def pin(
         asked: str | None,
         request: Request,
@@ -47,14 +40,14 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
         make_prompt: Callable[[ServedModel], ExplainedPrompt],
         name: str,
     ) -> Json:
-        owner_of(request, tenant)
+        owner_of_pins(request, tenant, config)
 
         def pinned(model: ServedModel) -> Json:
             prompt = make_prompt(model)
             found = model.engine.pin(prompt.tokens, prompt.salt, tenant, prompt.adapter)
             if isinstance(found, PinRefused):
                 raise PinNotGranted(found.reason)
-            return _pin_body(found)
+            return pin_body(found)
 
         try:
             return await models.run(asked, request, pinned)
@@ -95,23 +88,38 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
     @router.post("/release", responses=documented_errors(404, 415))
     def release(body: ReleaseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Releases a pin. The prefix stays cached like any other."""
-        owner = owner_of(request, tenant)
-        # Models of the same weights give a prefix the same id.
-        released = [model.engine.release_pin(PinId(body.id), owner) for model in models.loaded]
-        if not any(released):
+        if not release_pin(models, body.id, owner_of_pins(request, tenant, config)):
             raise PinNotFound(body.id)
         return {"id": body.id, "released": True}
 
     @router.get("/pins", responses=documented_errors())
     def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
         """Lists the pins of the tenant. The operator sees those of all tenants."""
-        owner = owner_of(request, tenant)
-        return {"pins": [_pin_body(pinned) for model in models.loaded for pinned in model.engine.pins(owner)]}
+        owner = owner_of_pins(request, tenant, config)
+        return {"pins": [pin_body(pinned) for model in models.loaded for pinned in model.engine.pins(owner)]}
 
     return router
 
 
-def _pin_body(pinned: Pinned) -> Json:
+def owner_of_pins(request: Request, tenant: str, config: ServerConfig) -> str | None:
+    """Returns the tenant whose pins the sender may see and release; None: the operator, who may all of them.
+
+    Raises AdminOnly.
+    """
+    if is_operator(request):
+        return None
+    refuse_unless(bool(tenant), config)
+    return tenant
+
+
+def release_pin(models: ModelRegistry, id: str, owner: str | None) -> bool:
+    """Releases a pin of an owner, or of all. Returns False if there is none. Waits for the engines' threads."""
+    # Models of the same weights give a prefix the same id: each of them is asked.
+    released = [model.engine.release_pin(PinId(id), owner) for model in models.loaded]
+    return any(released)
+
+
+def pin_body(pinned: Pinned) -> Json:
     return {
         "id": pinned.id,
         "tenant": pinned.tenant,

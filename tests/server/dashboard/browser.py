@@ -59,6 +59,12 @@ class Browser:
                     return found
         raise AssertionError(f"the feed ended with {sorted(found)}")
 
+    def assert_gone(self, path: str) -> None:
+        """Asserts that a node is told to be gone, with a status that a browser does not report as an error."""
+        response = self.get(path)
+        assert response.status_code == 200, response.text
+        assert response.json() == {"gone": True, "message": "This node is gone: it was evicted or cleared."}
+
     def tree(self) -> tuple[Json, dict[str, list[float]]]:
         """Returns the head of the tree, and its columns."""
         response = self.get("/dashboard/tree")

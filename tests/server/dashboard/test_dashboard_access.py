@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
+from rootstock.server.drain import Drain
 from rootstock.server.sessions import FREE_FAILURES
 from server.conftest import Served, assert_error, served_by_oracle, user
 from server.dashboard.browser import Browser
@@ -116,8 +120,9 @@ def test_a_tenant_sees_its_own_prefixes_alone(served: Served) -> None:
     assert 0 < len(own["number"]) < len(every["number"])
     others = set(every["number"]) - set(own["number"])
     for number in map(int, others):
-        assert_error(red.get(f"/dashboard/tree/{number}"), 404, "node_not_found")
-        assert_error(red.get(f"/dashboard/tree/{number}/prefix"), 404, "node_not_found")
+        red.assert_gone(f"/dashboard/tree/{number}")
+        assert red.post(f"/dashboard/tree/{number}/pin").json()["gone"] is True
+        assert red.get(f"/dashboard/tree/{number}/prefix").status_code == 404, "there is no such route"
     for number in map(int, own["number"]):
         assert red.get(f"/dashboard/tree/{number}").json()["tenant"] == "red"
     assert none.get("/dashboard/session").json()["sees"] == "nothing"
@@ -173,8 +178,6 @@ def test_tenants_of_the_file_of_keys_have_names(tmp_path: Path) -> None:
 def test_a_tenant_stops_its_own_requests_alone() -> None:
     held = Held(free_forwards=1)
     with served_by_oracle(EngineConfig(), SERVER, fault=held) as served:
-        from threading import Thread
-
         answers: list[int] = []
 
         def run() -> None:
@@ -190,12 +193,136 @@ def test_a_tenant_stops_its_own_requests_alone() -> None:
         red, blue = Browser(served.url), Browser(served.url)
         red.log_in(RED)
         blue.log_in(BLUE)
-        refused = red.post(f"/dashboard/requests/{running.id}/stop")
-        assert_error(refused, 404, "request_not_found")
-        assert red.post(f"/dashboard/requests/{'x' * 3000}/stop").status_code == 404
+        for id in (running.id, "x" * 3000):
+            assert red.post(f"/dashboard/requests/{id}/stop").json()["gone"] is True
+        assert engine.requests()
         assert blue.post(f"/dashboard/requests/{running.id}/stop").json() == {"stopped": running.id}
         held.let_go()
         thread.join()
         assert answers == [503]
         assert blue.sections("requests")["requests"][running.id]["outcome"] == "aborted"
         served.settled()
+
+
+UNBOUND = {"x-api-key": "key-of-none", "X-Cache-Salt": "red"}
+
+
+@pytest.mark.parametrize("explain", ["own", "all"])
+def test_a_header_that_names_a_tenant_shows_none_of_its_tokens(explain: str) -> None:
+    with served_by_oracle(server=replace(SERVER, explain=explain, show_prompts=True)) as served:
+        for date in ("10:15", "10:16", "10:17"):
+            ask(served, RED, f"{date} {LONG}")
+        named, red = Browser(served.url), Browser(served.url)
+        named.client.headers.update(UNBOUND)
+        red.log_in(RED)
+        assert named.get("/dashboard/session").json()["sees"] == "tenant"
+        seen, own = named.sections("misses", "volatile"), red.sections("misses", "volatile")
+        assert len(seen["misses"]) == len(own["misses"]) > 0
+        for miss in seen["misses"].values():
+            assert miss["withheld"] is True
+            assert miss["before"] == miss["asked"] == miss["others"] == []
+            assert miss["volatile"] is None
+            told = f"{miss['cached']:,} of {miss['prompt']:,} tokens were found."
+            assert miss["message"] == told, "the full message has token ids"
+        assert all(miss["asked"] and not miss["withheld"] for miss in own["misses"].values())
+        for span in seen["volatile"]:
+            assert span["before"] is None
+            assert set(span["examples"]) == {None}
+        numbers = list(map(int, named.tree()[1]["number"]))
+        assert numbers == list(map(int, red.tree()[1]["number"]))
+        for number in numbers:
+            node = named.get(f"/dashboard/tree/{number}").json()
+            assert (node["withheld"], node["head"], node["tail"], node["text"]) == (True, [], [], None)
+            assert red.get(f"/dashboard/tree/{number}").json()["head"]
+
+
+def test_tokens_of_a_named_tenant_are_shown_where_the_server_explains_all() -> None:
+    config = ServerConfig(api_key="key-of-none", tenant_keys={RED: "red"}, aliases=(), explain="all")
+    for explain in ("own", "all"):
+        with served_by_oracle(server=replace(config, explain=explain)) as served:
+            ask(served, RED, LONG)
+            named = Browser(served.url)
+            named.client.headers.update(UNBOUND)
+            (miss,) = named.sections("misses")["misses"].values()
+            assert bool(miss["asked"]) is (explain == "all")
+
+
+def test_a_prefix_is_pinned_for_its_tenant_and_released(served: Served) -> None:
+    ask(served, RED, LONG)
+    operator, red, blue, none = (Browser(served.url) for _ in range(4))
+    for browser, key in ((operator, ADMIN), (red, RED), (blue, BLUE), (none, "key-of-none")):
+        browser.log_in(key)
+    number = int(red.tree()[1]["number"][0])
+    assert_error(none.post(f"/dashboard/tree/{number}/pin"), 403, "admin_only")
+    assert blue.post(f"/dashboard/tree/{number}/pin").json()["gone"] is True
+    pinned = operator.post(f"/dashboard/tree/{number}/pin").json()["pinned"]
+    assert (pinned["tenant"], pinned["tokens"]) == ("red", red.get(f"/dashboard/tree/{number}").json()["end"])
+    assert red.get("/v1/cache/pins").json()["pins"] == [pinned]
+    assert red.post(f"/dashboard/tree/{number}/pin").json()["pinned"] == pinned
+    assert_error(none.post(f"/dashboard/pins/{pinned['id']}/release"), 403, "admin_only")
+    assert blue.post(f"/dashboard/pins/{pinned['id']}/release").json()["gone"] is True
+    assert red.post(f"/dashboard/pins/{pinned['id']}/release").json() == {"released": pinned["id"]}
+    again = red.post(f"/dashboard/pins/{pinned['id']}/release")
+    assert (again.status_code, again.json()["gone"]) == (200, True)
+    served.settled()
+
+
+def test_a_pin_that_is_not_granted_tells_why() -> None:
+    with served_by_oracle(server=ServerConfig(aliases=()), blocks=60) as served:
+        served.complete(LONG, max_tokens=2)
+        browser = Browser(served.url)
+        number = int(browser.tree()[1]["number"][0])
+        told = browser.post(f"/dashboard/tree/{number}/pin")
+        assert told.status_code == 200
+        assert told.json()["refused"] is True
+        assert "bytes" in told.json()["message"]
+
+
+def test_requests_are_stopped_and_sessions_end_while_the_server_drains() -> None:
+    drain, held = Drain(), Held(free_forwards=1)
+    with served_by_oracle(server=SERVER, fault=held, drain=drain) as served:
+        statuses: list[int] = []
+
+        def run() -> None:
+            body = {"messages": user(LONG), "max_tokens": 50}
+            answer = served.client.post("/v1/chat/completions", json=body, headers={"x-api-key": BLUE})
+            statuses.append(answer.status_code)
+
+        thread = Thread(target=run)
+        thread.start()
+        engine = served.assembly.engine
+        wait_until(lambda: bool(engine.requests()))
+        (running,) = engine.requests()
+        blue = Browser(served.url)
+        blue.log_in(BLUE)
+        asyncio.run(drain.run())
+        assert drain.is_draining
+        late = blue.post("/v1/chat/completions", {"messages": user(LONG)})
+        assert_error(late, 503, "draining")
+        assert blue.post(f"/dashboard/requests/{running.id}/stop").json() == {"stopped": running.id}
+        held.let_go()
+        thread.join()
+        assert statuses == [503]
+        assert blue.post("/dashboard/logout").status_code == 200
+        assert blue.get("/dashboard/session").json()["login"] is True
+        served.settled()
+
+
+def test_pages_of_allowed_origins_use_the_api_and_not_the_dashboard() -> None:
+    page = "https://chat.example.com"
+    for allowed, origin in (((page,), page), (("null",), "null"), (("*",), page)):
+        with served_by_oracle(server=replace(SERVER, allowed_origins=allowed)) as served:
+            headers = {"origin": origin, "sec-fetch-site": "cross-site", "x-api-key": RED}
+            listed = served.client.get("/v1/models", headers=headers)
+            assert listed.status_code == 200
+            assert listed.headers["access-control-allow-origin"] in (origin, "*")
+            assert "access-control-allow-credentials" not in listed.headers
+            for path in ("/dashboard/session", "/dashboard/tree", "/dashboard/login"):
+                method = "POST" if path.endswith("login") else "GET"
+                answer = served.client.request(method, path, headers=headers)
+                assert_error(answer, 403, "origin_not_allowed")
+                asked = {**headers, "access-control-request-method": method}
+                preflight = served.client.options(path, headers=asked)
+                for told in (answer, preflight):
+                    assert not [name for name in told.headers if name.startswith("access-control-")]
+                assert preflight.status_code == 403

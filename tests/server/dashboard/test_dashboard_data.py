@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
 
+from rootstock.cache.families import SlidingWindow
 from rootstock.config import ServerConfig
-from rootstock.server.dashboard.feed import MAX_VIEWERS_OF_TENANT, Feed, difference
-from rootstock.server.dashboard.views import Names, Texts, View
+from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, Feed, difference
+from rootstock.server.dashboard.trees import LEAST_PAUSE_S, MOST_PAUSE_S, Trees, pause_s
+from rootstock.server.dashboard.views import MAX_SHOWN_TOKENS, Names, Texts, View
 from rootstock.testing.fake_runtime import FULL, STATE
 from server.conftest import Served, served_by_oracle
 from server.dashboard.browser import Browser, Json
 
 HEAD = "You are an agent with a shell and an editor, and you are careful with both of them. " * 3
+WINDOW = SlidingWindow(layers=1, bytes_per_token=2, window=64)
+ALL = View(None, reads_prompts=True)
 Serve = Callable[..., AbstractContextManager[Served]]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = ServerConfig(aliases=(), show_prompts=True)
-    with served_by_oracle(server=config, families=(FULL, STATE)) as one:
+    with served_by_oracle(server=config, families=(FULL, WINDOW, STATE)) as one:
         yield one
 
 
@@ -35,7 +40,7 @@ def feed_of(served: Served, **options: float) -> Feed:
 def events_of(feed: Feed, count: int) -> list[Json]:
     async def take() -> list[Json]:
         found: list[Json] = []
-        stream = feed.events(View(None), lambda: True)
+        stream = feed.events(ALL, lambda: True)
         async for text in stream:
             if text.startswith("data: "):
                 found.append(json.loads(text.removeprefix("data: ")))
@@ -112,15 +117,16 @@ def test_a_node_is_described_with_its_text(served: Served) -> None:
     served.complete(HEAD + "to describe", max_tokens=2)
     _, columns = browser.tree()
     texts = []
-    for number in map(int, columns["number"]):
+    for number, memory in zip(map(int, columns["number"]), columns["bytes"], strict=True):
         node = browser.get(f"/dashboard/tree/{number}").json()
         assert node["end"] > node["start"]
         texts.append(node["text"])
-        prefix = browser.get(f"/dashboard/tree/{number}/prefix").json()
-        assert len(prefix["tokens"]) == node["end"]
-        assert prefix["tenant"] == ""
+        assert node["bytes"] == memory
+        assert node["withheld"] is False
+        assert len(node["head"]) + len(node["tail"]) == min(node["end"] - node["start"], MAX_SHOWN_TOKENS)
     assert any(text and text in HEAD for text in texts)
-    assert browser.get("/dashboard/tree/4000000000").status_code == 404
+    browser.assert_gone("/dashboard/tree/4000000000")
+    browser.assert_gone("/dashboard/tree/-1")
     assert browser.get("/dashboard/tree/none").status_code == 400
 
 
@@ -152,7 +158,7 @@ def test_later_events_have_the_changes_only(served: Served) -> None:
 
     async def while_idle() -> int:
         count = 0
-        stream = feed.events(View(None), lambda: feed.cost.snapshots < before + 20)
+        stream = feed.events(ALL, lambda: feed.cost.snapshots < before + 20)
         async for text in stream:
             count += text.startswith("data: ")
         return count
@@ -185,9 +191,9 @@ def test_the_number_of_pages_is_bounded(served: Served) -> None:
     feed = feed_of(served, most=1)
 
     async def two() -> str:
-        one = feed.events(View(None), lambda: True)
+        one = feed.events(ALL, lambda: True)
         await anext(one)
-        other = feed.events(View(None), lambda: True)
+        other = feed.events(ALL, lambda: True)
         text = await anext(other)
         await one.aclose()
         return text
@@ -197,15 +203,15 @@ def test_the_number_of_pages_is_bounded(served: Served) -> None:
 
 
 def test_a_tenant_leaves_room_for_the_pages_of_others(served: Served) -> None:
-    feed, view = feed_of(served), View(frozenset({"salt"}))
+    feed, view = feed_of(served), View(frozenset({"salt"}), reads_prompts=True)
 
     async def watch() -> None:
         streams = [feed.events(view, lambda: True) for _ in range(MAX_VIEWERS_OF_TENANT)]
         for stream in streams:
             await anext(stream)
         assert feed.is_full_for(view)
-        assert not feed.is_full_for(View(None))
-        assert not feed.is_full_for(View(frozenset({"other"})))
+        assert not feed.is_full_for(ALL)
+        assert not feed.is_full_for(View(frozenset({"other"}), reads_prompts=True))
         await streams.pop().aclose()
         assert not feed.is_full_for(view)
         for stream in streams:
@@ -219,7 +225,7 @@ def test_one_snapshot_serves_all_pages(served: Served) -> None:
     feed = feed_of(served)
 
     async def three() -> None:
-        streams = [feed.events(View(None), lambda: True) for _ in range(3)]
+        streams = [feed.events(ALL, lambda: True) for _ in range(3)]
         for stream in streams:
             await anext(stream)  # the time to connect again
         await asyncio.gather(*(anext(stream) for stream in streams))
@@ -241,3 +247,69 @@ def test_the_feed_ends_with_its_session_and_with_the_engine(serve: Serve) -> Non
             for event in events:
                 last = event
             assert last["health"]["alive"] is False
+
+
+def test_an_evicted_node_is_gone_and_no_error(serve: Serve) -> None:
+    with serve() as served:
+        served.complete(HEAD, max_tokens=2)
+        browser = Browser(served.url)
+        numbers = [int(number) for number in browser.tree()[1]["number"]]
+        assert numbers
+        served.client.post("/v1/cache/clear")
+        for number in numbers:
+            browser.assert_gone(f"/dashboard/tree/{number}")
+            told = browser.post(f"/dashboard/tree/{number}/pin")
+            assert (told.status_code, told.json()["gone"]) == (200, True)
+
+
+def test_a_request_that_has_ended_cannot_be_stopped_and_that_is_no_error(served: Served) -> None:
+    told = Browser(served.url).post("/dashboard/requests/ended/stop")
+    assert (told.status_code, told.json()) == (
+        200,
+        {"gone": True, "message": "This request has ended already."},
+    )
+
+
+def test_a_full_feed_says_so_in_the_stream(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_VIEWERS):
+            next(stack.enter_context(Browser(served.url).events()))
+        with Browser(served.url).events() as events:
+            assert list(events) == [{"full": True}]
+
+
+def test_a_picture_that_was_seen_is_not_sent_again(served: Served) -> None:
+    browser = Browser(served.url)
+    served.complete(HEAD + "seen", max_tokens=2)
+    first = browser.get("/dashboard/tree")
+    again = browser.get(f"/dashboard/tree?seen={first.headers['x-serial']}")
+    if again.headers["x-serial"] == first.headers["x-serial"]:
+        assert (again.status_code, again.content) == (204, b"")
+        assert float(again.headers["x-next-s"]) > 0
+    else:  # the pause was over
+        assert again.status_code == 200
+
+
+def test_the_pause_between_two_walks_follows_the_processor_time_of_one() -> None:
+    assert pause_s(0.0) == LEAST_PAUSE_S
+    assert pause_s(0.05) == 5.0
+    assert pause_s(1000.0) == MOST_PAUSE_S
+
+
+def test_a_page_gets_the_picture_that_is_due_and_not_the_one_before(served: Served) -> None:
+    now = 0.0
+    trees = Trees(served.assembly.engine, Names(ServerConfig()), lambda: now)
+
+    async def two() -> tuple[int, int]:
+        nonlocal now
+        first = await trees.latest()
+        assert (await trees.latest()).serial == first.serial, "it is not due yet"
+        assert 0 < trees.next_s <= MOST_PAUSE_S
+        served.complete("A prompt that begins otherwise. " + HEAD, max_tokens=2)
+        now += MOST_PAUSE_S
+        second = await trees.latest()
+        assert second.serial == first.serial + 1
+        return len(first.number), len(second.number)
+
+    before, after = asyncio.run(two())
+    assert after > before

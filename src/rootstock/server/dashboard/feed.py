@@ -98,7 +98,7 @@ class Feed:
     async def events(self, view: View, may_go_on: Callable[[], bool]) -> AsyncGenerator[str, None]:
         """Yields the text of server-sent events until the engine stops or `may_go_on` returns False."""
         if self.is_full_for(view):
-            yield _event({"full": True})
+            yield event_text({"full": True})
             return
         self._viewers[view] += 1
         try:
@@ -114,7 +114,7 @@ class Feed:
                     shown = sections
                     if told or time.monotonic() - sent >= KEEP_ALIVE_S:
                         sent = time.monotonic()
-                        yield _event({"at": round(self._snapshot.at, 3), **told})
+                        yield event_text({"at": round(self._snapshot.at, 3), **told})
                     if not self._snapshot.health.alive:
                         return
                 await changed.wait()
@@ -264,5 +264,6 @@ def difference(shown: Json, new: Json) -> Json:
     return told
 
 
-def _event(data: dict[str, Any]) -> str:
+def event_text(data: dict[str, Any]) -> str:
+    """Returns a server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"

@@ -1,4 +1,8 @@
-"""Routes of the dashboard: the page and its files, the session, the live feed, the tree, and stopping a request."""
+"""Routes of the dashboard: the page and its files, the session, the live feed, the tree, stopping and pinning.
+
+A thing that is gone meanwhile (an evicted node, a request that has ended, a released pin) has an ordinary answer with
+status 200, `{"gone": true, "message": …}`: a browser reports each other status as an error of the page.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +18,32 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock._version import __version__
 from rootstock.cache.keys import Namespace
+from rootstock.cache.pins import PinRefused
 from rootstock.config import ServerConfig
 from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import RequestId
-from rootstock.errors import (
-    InvalidParameter,
-    ModelNotFound,
-    NodeNotFound,
-    OpenRequestNotFound,
-    RouteNotFound,
-    TooManyViewers,
+from rootstock.errors import InvalidParameter, ModelNotFound, RouteNotFound
+from rootstock.server.access import (
+    OPEN_FILES,
+    Keys,
+    Tenant,
+    caller_of,
+    is_identified,
+    refuse_model_of_others,
+    session_of,
 )
-from rootstock.server.access import OPEN_FILES, Keys, Tenant, caller_of, is_identified, session_of
-from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, Feed
+from rootstock.server.dashboard.feed import Feed, event_text
 from rootstock.server.dashboard.trees import Trees
 from rootstock.server.dashboard.views import Names, Texts, View, node_json
 from rootstock.server.models import ModelRegistry
+from rootstock.server.pin_routes import owner_of_pins, pin_body, release_pin
 from rootstock.server.sessions import SESSION_S, Sessions, cookie_name
 from rootstock.server.wire import Json, ServedModel
 
-_MAX_ID_CHARS = 256
+_NODE_GONE = "This node is gone: it was evicted or cleared."
+_REQUEST_GONE = "This request has ended already."
+_PIN_GONE = "This pin is gone: it was released, or dropped to make room for a request."
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # The page loads its own files only, and runs no script that is written into it.
 _PAGE_HEADERS = {
@@ -103,8 +112,8 @@ class Dashboard:
     """The watched models of a server. A model is watched from the first page that asks for it."""
 
     def __init__(self, models: ModelRegistry, config: ServerConfig) -> None:
-        self._models = models
-        self._config = config
+        self.models = models
+        self.config = config
         self.names = Names(config)
         self._watched: dict[Engine, _Watched] = {}
         for model in models.loaded:
@@ -112,19 +121,21 @@ class Dashboard:
 
     @property
     def model_names(self) -> list[str]:
-        return [model.name for model in self._models.loaded]
+        return [model.name for model in self.models.loaded]
 
-    def watched(self, name: str | None) -> _Watched:
-        """Returns a loaded model, the first one without a name. Raises ModelNotFound."""
-        loaded = self._models.loaded
+    def watched(self, name: str | None) -> _Watched | None:
+        """Returns a model, the first one without a name; None: it is not loaded now. Raises ModelNotFound."""
+        loaded = self.models.loaded
         model = next((each for each in loaded if name in (None, each.name)), None)
         if model is None:
-            raise ModelNotFound(str(name), self.model_names)
+            if name is not None and name not in self.models.names:
+                raise ModelNotFound(name, self.model_names)
+            return None
         engines = {each.engine for each in loaded}
         self._watched = {engine: each for engine, each in self._watched.items() if engine in engines}
         found = self._watched.get(model.engine)
         if found is None:
-            texts = Texts(model.model_tokenizer, self._config.show_prompts)
+            texts = Texts(model.model_tokenizer, self.config.show_prompts)
             feed, trees = Feed(model.engine, self.names, texts), Trees(model.engine, self.names)
             found = self._watched[model.engine] = _Watched(model, feed, trees, texts)
             _explain_misses(model.engine)
@@ -163,8 +174,9 @@ def install_dashboard(
     dashboard, pages = Dashboard(models, config), page_files()
     keys.follow(dashboard.names.use)
     app.include_router(_page_routes(pages))
-    app.include_router(_session_routes(dashboard, config, sessions))
+    app.include_router(_session_routes(dashboard, sessions))
     app.include_router(_data_routes(dashboard, sessions, keys))
+    app.include_router(_change_routes(dashboard))
     return pages["index.html"].response
 
 
@@ -180,13 +192,13 @@ def _page_routes(pages: dict[str, PageFile]) -> APIRouter:
     return router
 
 
-def _session_routes(dashboard: Dashboard, config: ServerConfig, sessions: Sessions) -> APIRouter:
+def _session_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     def described(request: Request, tenant: str, csrf: str | None) -> Json:
         if not is_identified(request):
             return {"version": __version__, "login": True}
-        view = View.of(request, tenant)
+        view = View.of(request, tenant, dashboard.config)
         return {
             "version": __version__,
             "login": False,
@@ -194,7 +206,7 @@ def _session_routes(dashboard: Dashboard, config: ServerConfig, sessions: Sessio
             "models": dashboard.model_names,
             "sees": "all" if view.is_all else "tenant" if view.salts else "nothing",
             "tenant": tenant,
-            "show_prompts": config.show_prompts,
+            "show_prompts": dashboard.config.show_prompts,
         }
 
     @router.get("/session")
@@ -243,9 +255,9 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRou
     @router.get("/events")
     async def events(request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Sends the live feed of a model as server-sent events."""
-        feed, view = dashboard.watched(model).feed, View.of(request, tenant)
-        if feed.is_full_for(view):
-            raise TooManyViewers(MAX_VIEWERS if view.is_all else MAX_VIEWERS_OF_TENANT)
+        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        if watched is None:
+            return FeedResponse(_not_loaded())
         session, caller = session_of(request), caller_of(request)
         headers = dict(reversed(request.scope["headers"])) if session is None else session.headers
 
@@ -253,50 +265,96 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRou
             # The file of keys may have taken the key away meanwhile, or given it to another tenant.
             return (session is None or sessions.is_open(session)) and keys.caller(headers) == caller
 
-        return FeedResponse(feed.events(view, may_go_on))
+        return FeedResponse(watched.feed.events(view, may_go_on))
 
     @router.get("/tree")
-    async def tree(request: Request, tenant: Tenant, model: str | None = None) -> Response:
-        """Sends the latest picture of the prefix tree."""
-        serial, body = await dashboard.watched(model).trees.encoded(View.of(request, tenant))
-        return Response(
-            body, headers={**_DATA_HEADERS, "X-Serial": str(serial)}, media_type="application/octet-stream"
-        )
+    async def tree(
+        request: Request, tenant: Tenant, model: str | None = None, seen: int | None = None
+    ) -> Response:
+        """Sends the latest picture of the prefix tree. No content: it is the one that was seen, or there is none."""
+        watched = dashboard.watched(model)
+        if watched is None:
+            return Response(status_code=204, headers=_DATA_HEADERS)
+        picture = await watched.trees.latest()
+        headers = {
+            **_DATA_HEADERS,
+            "X-Serial": str(picture.serial),
+            "X-Next-S": f"{watched.trees.next_s:.1f}",
+        }
+        if picture.serial == seen:
+            return Response(status_code=204, headers=headers)
+        body = await watched.trees.encoded(picture, View.of(request, tenant, dashboard.config))
+        return Response(body, headers=headers, media_type="application/octet-stream")
 
     @router.get("/tree/{number}")
     async def node(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Describes a node of the tree, with its tokens."""
-        watched = dashboard.watched(model)
-        found = await watched.trees.detail(number)
-        if found is None or not View.of(request, tenant).shows(found.namespace.salt):
-            raise NodeNotFound
-        told = await asyncio.to_thread(node_json, found, dashboard.names, watched.texts)
+        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        found = None if watched is None else await watched.trees.detail(number)
+        if watched is None or found is None or not view.shows(found.namespace.salt):
+            return _gone(_NODE_GONE)
+        told = await asyncio.to_thread(node_json, found, view, dashboard.names, watched.texts)
         return JSONResponse(told, headers=_DATA_HEADERS)
 
-    @router.get("/tree/{number}/prefix")
-    async def prefix(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
-        """Sends all token ids up to the end of a node, and the model's name, with which `/v1/cache/pin` pins it."""
-        watched = dashboard.watched(model)
-        found = await watched.trees.prefix(number)
-        if found is None or not View.of(request, tenant).shows(found[0].salt):
-            raise NodeNotFound
-        namespace, tokens = found
-        told = {
-            "tenant": dashboard.names.tenant(namespace.salt),
-            "model": watched.name_of(namespace),
-            "tokens": tokens.tolist(),
-        }
-        return JSONResponse(told, headers=_DATA_HEADERS)
+    return router
+
+
+def _change_routes(dashboard: Dashboard) -> APIRouter:
+    router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.post("/requests/{id}/stop")
     async def stop(id: str, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Aborts a request that the sender sees."""
-        engine, view = dashboard.watched(model).model.engine, View.of(request, tenant)
-        if len(id) > _MAX_ID_CHARS or not any(
-            str(each.id) == id and view.shows(each.salt) for each in engine.requests()
-        ):
-            raise OpenRequestNotFound(id)
+        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        if watched is None:
+            return _gone(_REQUEST_GONE)
+        engine = watched.model.engine
+        if not any(str(each.id) == id and view.shows(each.salt) for each in engine.requests()):
+            return _gone(_REQUEST_GONE)
         engine.abort(RequestId(id))
         return JSONResponse({"stopped": id}, headers=_DATA_HEADERS)
 
+    @router.post("/tree/{number}/pin")
+    async def pin(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Pins all tokens up to the end of a node, for the tenant of its prefix, or tells why not."""
+        owner_of_pins(request, tenant, dashboard.config)
+        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        found = None if watched is None else await watched.trees.prefix(number)
+        if watched is None or found is None or not view.shows(found[0].salt):
+            return _gone(_NODE_GONE)
+        namespace, tokens = found
+        owner = dashboard.names.tenant(namespace.salt) if view.is_all else tenant
+        name = watched.name_of(namespace)
+        if owner is None:
+            return _refused("the tenant of this prefix is not known here: a client chose its salt")
+        if name is None:
+            return _refused("the LoRA adapter of this prefix is not loaded")
+        refuse_model_of_others(request, name)
+        pinned = await asyncio.to_thread(
+            watched.model.engine.pin, tokens, namespace.salt, owner, namespace.adapter
+        )
+        if isinstance(pinned, PinRefused):
+            return _refused(pinned.reason)
+        return JSONResponse({"pinned": pin_body(pinned)}, headers=_DATA_HEADERS)
+
+    @router.post("/pins/{id}/release")
+    async def release(id: str, request: Request, tenant: Tenant) -> Response:
+        """Releases a pin. The prefix stays cached like any other."""
+        owner = owner_of_pins(request, tenant, dashboard.config)
+        if not await asyncio.to_thread(release_pin, dashboard.models, id, owner):
+            return _gone(_PIN_GONE)
+        return JSONResponse({"released": id}, headers=_DATA_HEADERS)
+
     return router
+
+
+async def _not_loaded() -> AsyncGenerator[str, None]:
+    yield event_text({"gone": True})
+
+
+def _gone(message: str) -> Response:
+    return JSONResponse({"gone": True, "message": message}, headers=_DATA_HEADERS)
+
+
+def _refused(reason: str) -> Response:
+    return JSONResponse({"refused": True, "message": f"Not pinned: {reason}."}, headers=_DATA_HEADERS)

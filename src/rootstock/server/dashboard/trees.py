@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +20,18 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.engine import Engine
 from rootstock.server.dashboard.views import Names, View, namespace_json
 
-SLICE_S = 0.002  # of the engine's thread between two steps
+SLICE_S = 0.002  # of processor time of the engine's thread between two steps
 # Of a long step: a longer slice then delays it as little, and the walk ends sooner.
 _SHARE_OF_STEP, _LONGEST_SLICE_S = 0.01, 0.02
 LEAST_PAUSE_S, MOST_PAUSE_S = 2.0, 60.0
-PAUSE_PER_WORK = 100  # walks take 1 % of the engine's time at most
+# Walks take 1 % of one processor at most. Time in which others have it does not count: on a busy machine a walk lasts
+# longer, and costs no more.
+PAUSE_PER_WORK = 100
+PATIENCE_S = 3.0  # a page waits so long for a picture that is due, and gets the last one then
+AGAIN_S = 1.0  # after a picture that was not ready in time
 FORGET_S = 3 * MOST_PAUSE_S  # without a page that asks
 _ALIGNMENT = 8
+_LIVE, _CHECKPOINT = 1, 2  # a running request uses the node; it has a checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,15 +46,20 @@ class Picture:
     root: NDArray[np.uint16]
     start: NDArray[np.int32]
     end: NDArray[np.int32]
-    memory: NDArray[np.float32]
+    memory: NDArray[
+        np.float32
+    ]  # bytes of its positions and its checkpoints, those of nodes below not included
     idle_s: NDArray[np.float32]
     session: NDArray[np.uint32]
-    flags: NDArray[np.uint8]
+    flags: NDArray[np.uint8]  # _LIVE, _CHECKPOINT
 
     @staticmethod
     def of(walk: TreeWalk, serial: int, now: float) -> Picture:
         columns = walk.columns
         idle = np.maximum(now - np.array(columns.last_used), 0)
+        start, end = np.array(columns.start, np.int32), np.array(columns.end, np.int32)
+        memory = (end - start) * walk.token_bytes + np.array(columns.checkpoint_bytes)
+        flags = (np.array(columns.leases) > 0) * _LIVE + (np.array(columns.checkpoints) > 0) * _CHECKPOINT
         return Picture(
             serial,
             now,
@@ -55,15 +67,15 @@ class Picture:
             np.array(columns.number, np.uint32),
             np.array(columns.parent, np.int32),
             np.array(columns.root, np.uint16),
-            np.array(columns.start, np.int32),
-            np.array(columns.end, np.int32),
-            np.array(columns.bytes, np.float32),
+            start,
+            end,
+            memory.astype(np.float32),
             idle.astype(np.float32),
-            np.array(columns.session, np.uint32),
-            np.array(columns.flags, np.uint8),
+            (np.array(columns.session) & np.uint64(0xFFFFFFFF)).astype(np.uint32),
+            flags.astype(np.uint8),
         )
 
-    def encode(self, view: View, names: Names, pause_s: float) -> bytes:
+    def encode(self, view: View, names: Names) -> bytes:
         """Returns the nodes that a view shows: the length of the head, the head as JSON, and the columns.
 
         All numbers are little-endian. The head names the columns in their order.
@@ -91,7 +103,6 @@ class Picture:
                 "nodes": len(rows),
                 "serial": self.serial,
                 "at": round(self.at, 3),
-                "next_s": round(pause_s, 1),
                 "truncated": self.walk.is_truncated,
                 "roots": [
                     namespace_json(each, names) for each in self.walk.namespaces if view.shows(each.salt)
@@ -112,35 +123,50 @@ def _padded(part: bytes) -> bytes:
     return part + bytes(-len(part) % _ALIGNMENT)
 
 
+def pause_s(work_s: float) -> float:
+    """Returns the pause after a walk that took so much processor time."""
+    return min(max(work_s * PAUSE_PER_WORK, LEAST_PAUSE_S), MOST_PAUSE_S)
+
+
 class Trees:
     """The latest picture of one engine's tree. Used on an event loop's thread."""
 
-    def __init__(self, engine: Engine, names: Names) -> None:
+    def __init__(self, engine: Engine, names: Names, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._engine = engine
         self._names = names
         self._picture: Picture | None = None
-        self._serial = 0
+        # Random, because a page may have a picture of an earlier engine or server.
+        self._serial = secrets.randbits(48)
         # Numbers of nodes, also of pictures that were forgotten: a page may still ask about one of theirs.
         self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
         self._forget: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when the next walk may begin, by time.monotonic
-        self._pause_s = LEAST_PAUSE_S
+        self._due = 0.0  # when the next walk may begin
 
     async def latest(self) -> Picture:
-        """Returns the latest picture, and begins a new one if it is due. Raises EngineStopped."""
+        """Returns a new picture if one is due and ready in time, else the last one. Raises EngineStopped."""
         self._forget_later()
-        if self._task is None and time.monotonic() >= self._due:
+        if self._task is None and self._clock() >= self._due:
             self._task = asyncio.create_task(self._renew())
-        if self._picture is None and self._task is not None:
-            await asyncio.shield(self._task)
+            # The engine may stop while no page waits for the picture.
+            self._task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        task = self._task
+        if task is not None:
+            await asyncio.wait({task}, timeout=None if self._picture is None else PATIENCE_S)
+            if self._picture is None:
+                task.result()
         assert self._picture is not None
         return self._picture
 
-    async def encoded(self, view: View) -> tuple[int, bytes]:
-        """Returns the serial of the latest picture, and its bytes for a view."""
-        picture = await self.latest()
-        return picture.serial, await asyncio.to_thread(picture.encode, view, self._names, self._pause_s)
+    @property
+    def next_s(self) -> float:
+        """The time until a page should ask again."""
+        return AGAIN_S if self._task is not None else max(AGAIN_S, self._due - self._clock())
+
+    async def encoded(self, picture: Picture, view: View) -> bytes:
+        """Returns the bytes of a picture for a view."""
+        return await asyncio.to_thread(picture.encode, view, self._names)
 
     async def detail(self, number: int) -> NodeDetail | None:
         """Describes a node of the latest picture as it is now; None if it is gone."""
@@ -162,27 +188,25 @@ class Trees:
         try:
             previous = self._picture
             self._serial += 1
-            made, work_s = await asyncio.to_thread(self._walk, previous, self._serial)
+            made = await asyncio.to_thread(self._walk, previous, self._serial)
             self._picture = made
-            self._pause_s = min(max(work_s * PAUSE_PER_WORK, LEAST_PAUSE_S), MOST_PAUSE_S)
-            self._due = time.monotonic() + self._pause_s
+            self._due = self._clock() + pause_s(made.walk.work_s)
         finally:
             self._task = None
 
-    def _walk(self, previous: Picture | None, serial: int) -> tuple[Picture, float]:
-        """Walks in slices between the engine's steps. Returns the picture and the time of the engine's thread."""
-        engine, work_s = self._engine, 0.0
+    def _walk(self, previous: Picture | None, serial: int) -> Picture:
+        """Walks in slices between the engine's steps."""
+        engine = self._engine
         walk = engine.walk_tree(self._numbers, None if previous is None else previous.walk)
         slice_s, goes_on = SLICE_S, True
         while goes_on:
             began = time.perf_counter()
             goes_on = engine.continue_walk(walk, slice_s)
             step_s = time.perf_counter() - began - slice_s
-            work_s += slice_s
             slice_s = min(max(step_s * _SHARE_OF_STEP, SLICE_S), _LONGEST_SLICE_S)
             if goes_on:
                 time.sleep(0)  # another thread may have the interpreter
-        return Picture.of(walk, serial, engine.now()), work_s
+        return Picture.of(walk, serial, engine.now())
 
     def _forget_later(self) -> None:
         if self._forget is not None:

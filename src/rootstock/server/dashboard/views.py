@@ -10,7 +10,7 @@ from fastapi import Request
 from rootstock.cache.keys import Namespace
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_walk import NodeDetail
-from rootstock.cache.types import Tokens
+from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.activity import Activity, LiveRequest, Miss, Outcome
@@ -19,7 +19,7 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
-from rootstock.server.access import is_operator
+from rootstock.server.access import is_operator, may_read_prompts
 from rootstock.server.access_rules import AccessRules
 from rootstock.server.wire import Json
 
@@ -35,6 +35,7 @@ class View:
     """The part of an engine's state that one sender may see. Equal views are shown the same."""
 
     salts: frozenset[str] | None  # None: of all
+    reads_prompts: bool  # may see token ids, and texts where the option shows them
 
     def shows(self, salt: str) -> bool:
         return self.salts is None or salt in self.salts
@@ -44,15 +45,16 @@ class View:
         return self.salts is None
 
     @staticmethod
-    def of(request: Request, tenant: str) -> View:
+    def of(request: Request, tenant: str, config: ServerConfig) -> View:
         """Returns the view of a sender: all for the operator, else the tenant's own.
 
         A client that is bound to no tenant and is not the operator shares its prefixes with others like it: it sees
-        none.
+        none. If it names a tenant by the header, it sees sizes and times.
         """
         if is_operator(request):
-            return View(None)
-        return View(frozenset({salt_of(tenant, None)} if tenant else ()))
+            return View(None, reads_prompts=True)
+        salts = frozenset({salt_of(tenant, None)} if tenant else ())
+        return View(salts, may_read_prompts(request, config))
 
 
 class Names:
@@ -170,29 +172,37 @@ def _request(request: LiveRequest, names: Names) -> Json:
 
 
 def misses_json(misses: Iterable[Miss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
-    return {str(miss.id): _miss(miss, names, texts) for miss in misses if view.shows(miss.salt)}
+    return {str(miss.id): _miss(miss, view, names, texts) for miss in misses if view.shows(miss.salt)}
 
 
-def _miss(miss: Miss, names: Names, texts: Texts) -> Json:
+def _miss(miss: Miss, view: View, names: Names, texts: Texts) -> Json:
     told = miss.diagnosis
-    volatile = told.volatile
+    volatile = told.volatile if view.reads_prompts else None
+
+    def pieces(tokens: Iterable[int]) -> list[Json]:
+        return texts.pieces(tokens) if view.reads_prompts else []
+
     return {
         "tenant": names.of(miss.salt),
         "at": round(miss.at, 3),
         "cause": told.cause,
-        "message": told.message,
+        # The full message has token ids: those of the prompt, and of cached prefixes at its divergence.
+        "message": told.message
+        if view.reads_prompts
+        else f"{told.cached_tokens:,} of {told.prompt_tokens:,} tokens were found.",
         "prompt": told.prompt_tokens,
         "cached": told.cached_tokens,
         "missed": told.missed_tokens,
         "position": told.position,
-        "before": texts.pieces(miss.before),
-        "asked": texts.pieces(miss.asked),
-        "others": texts.pieces(miss.cached),
+        "withheld": not view.reads_prompts,
+        "before": pieces(miss.before),
+        "asked": pieces(miss.asked),
+        "others": pieces(miss.cached),
         "volatile": None
         if volatile is None
         else {
-            "asked": texts.pieces(volatile.asked),
-            "cached": texts.pieces(volatile.cached),
+            "asked": pieces(volatile.asked),
+            "cached": pieces(volatile.cached),
             "agreed": volatile.agreed,
         },
     }
@@ -200,22 +210,26 @@ def _miss(miss: Miss, names: Names, texts: Texts) -> Json:
 
 def volatile_json(spans: Iterable[VolatileSpan], view: View, names: Names, texts: Texts) -> list[Json]:
     shown = [span for span in spans if view.shows(span.namespace.salt)][:MAX_SPANS]
+
+    def whole(tokens: Tokens) -> str | None:
+        return texts.whole(tokens) if view.reads_prompts else None
+
     return [
         {
             "tenant": names.of(span.namespace.salt),
             "position": span.position,
             "count": span.count,
             "recomputed": span.recomputed_tokens,
-            "before": texts.whole(span.before),
-            "examples": [texts.whole(example) for example in span.examples],
+            "before": whole(span.before),
+            "examples": [whole(example) for example in span.examples],
             "hint": volatile_in_words(span),
         }
         for span in shown
     ]
 
 
-def node_json(detail: NodeDetail, names: Names, texts: Texts) -> Json:
-    tokens, half = detail.tokens, MAX_SHOWN_TOKENS // 2
+def node_json(detail: NodeDetail, view: View, names: Names, texts: Texts) -> Json:
+    tokens, half = detail.tokens if view.reads_prompts else NO_TOKENS, MAX_SHOWN_TOKENS // 2
     is_cut = len(tokens) > MAX_SHOWN_TOKENS
     head, tail = (tokens[:half], tokens[-half:]) if is_cut else (tokens, tokens[:0])
     return {
@@ -228,9 +242,10 @@ def node_json(detail: NodeDetail, names: Names, texts: Texts) -> Json:
         "idle_s": round(detail.idle_s, 1),
         "leases": detail.leases,
         "children": detail.children,
+        "withheld": not view.reads_prompts,
         "head": head.tolist(),
         "tail": tail.tolist(),
-        "text": texts.whole(head),
-        "tail_text": texts.whole(tail),
+        "text": texts.whole(head) if view.reads_prompts else None,
+        "tail_text": texts.whole(tail) if view.reads_prompts else None,
         "checkpoints": [asdict(each) for each in detail.checkpoints],
     }

@@ -29,6 +29,9 @@ export async function ask(path, options = {}) {
 /** @param {string} path @param {any} [json] @param {string} [key] */
 export const post = (path, json, key) => ask(path, { method: "POST", json, key });
 
+/** The body of an answer. `gone: true` and a message stand for a thing that is gone meanwhile. @param {Promise<Response>} asked */
+export const body = async (asked) => (await asked).json();
+
 /** @param {Response} response */
 async function messageOf(response) {
   try {

@@ -35,7 +35,8 @@ const feed = new Feed((state, changed) => {
   if (changed.has("volatile")) showVolatile(sections.volatile);
 }, (kind) => {
   if (kind === "lost") status("bad", "the server is away: connecting again");
-  if (kind === "full") status("bad", "too many pages watch this server");
+  if (kind === "full") status("bad", "too many pages watch this server: trying again");
+  if (kind === "gone") status("bad", "the model is not loaded now: a request loads it");
 }, begin);
 
 /** @param {"ok"|"bad"} kind @param {string} text */
@@ -88,7 +89,7 @@ function watch() {
   tree.serial = null;
   feed.open(model());
   tree.load();
-  pins.load();
+  pins.load(session.sees !== "nothing");
 }
 
 models.addEventListener("change", watch);

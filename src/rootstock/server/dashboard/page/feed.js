@@ -1,11 +1,13 @@
 /** The live feed: merges the changed sections of each event, and connects again after the server was away. */
 
+const REFUSED_MS = 5000; // until a feed that was refused is tried again
+
 /** @typedef {{at: number, seenAt: number, sections: Record<string, any>}} State */
 
 export class Feed {
   /**
    * @param {(state: State, changed: Set<string>) => void} onChange
-   * @param {(kind: "open"|"lost"|"full") => void} onStatus
+   * @param {(kind: "open"|"lost"|"full"|"gone") => void} onStatus
    * @param {() => Promise<boolean>} mayConnect asks for the session, and returns whether there is one
    */
   constructor(onChange, onStatus, mayConnect) {
@@ -34,12 +36,17 @@ export class Feed {
     source.onmessage = (event) => this.take(JSON.parse(event.data));
     source.onerror = () => {
       // The browser would connect again by itself after a lost connection, but not after a refusal.
-      source.close();
-      this.onStatus("lost");
-      clearTimeout(this.timer);
-      this.timer = setTimeout(() => this.again(), this.wait);
+      this.later("lost", this.wait);
       this.wait = Math.min(this.wait * 1.7, 15000);
     };
+  }
+
+  /** Connects again after some time. @param {"lost"|"full"|"gone"} kind @param {number} wait_ms */
+  later(kind, wait_ms) {
+    this.source?.close();
+    this.onStatus(kind);
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.again(), wait_ms);
   }
 
   async again() {
@@ -64,7 +71,8 @@ export class Feed {
 
   /** @param {any} event */
   take(event) {
-    if (event.full) { this.close(); this.onStatus("full"); return; }
+    if (event.full) { this.later("full", REFUSED_MS); return; }
+    if (event.gone) { this.later("gone", REFUSED_MS); return; }
     const state = /** @type {State} */ (this.state);
     const { at, ...changed } = event;
     state.at = at;

@@ -34,6 +34,7 @@ function one(id, miss, now) {
     el("code", { class: "hint", title: id }, id.slice(-14)),
   );
   const parts = [head, el("p", { class: "hint" }, miss.message)];
+  if (miss.withheld) parts.push(el("p", { class: "hint" }, "Token ids are shown to a key of the tenant, and to the operator."));
   if (miss.asked.length) {
     const volatile = miss.volatile;
     const differing = volatile ? miss.asked.slice(0, Math.max(1, volatile.asked.length)) : miss.asked.slice(0, 1);

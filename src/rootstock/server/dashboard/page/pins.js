@@ -1,6 +1,6 @@
 /** Pinned prefixes: kept until they are released. */
 
-import { ask, post } from "./api.js";
+import { ask, body, post } from "./api.js";
 import { byId, confirmed, el, fill, table, toast } from "./dom.js";
 import { bytes, count } from "./format.js";
 
@@ -11,10 +11,11 @@ export class Pins {
     this.onChange = onChange;
   }
 
-  async load() {
+  /** Shows the pins. Those of a key without a tenant are none. @param {boolean} [mayAsk] */
+  async load(mayAsk = true) {
     let told;
     try {
-      told = await (await ask(`v1/cache/pins?model=${encodeURIComponent(this.model())}`)).json();
+      told = mayAsk ? await body(ask("v1/cache/pins")) : { pins: [] };
     } catch (error) {
       fill(byId("pins"), el("p", { class: "empty" }, /** @type {Error} */ (error).message));
       return;
@@ -35,16 +36,16 @@ export class Pins {
   async pin(node) {
     if (!(await confirmed("Pin this prefix?", `Its ${count(node.end)} tokens, from the start to the end of this node, stay in the cache until they are released.`, "Pin"))) return;
     try {
-      const { tenant, model, tokens } = await (await ask(`dashboard/tree/${node.number}/prefix?model=${encodeURIComponent(this.model())}`)).json();
-      if (tenant == null) throw new Error("The tenant of this prefix is not known here: a client chose its salt.");
-      if (model == null) throw new Error("The LoRA adapter of this prefix is not loaded.");
-      const headers = tenant ? { "X-Cache-Salt": tenant } : {}; // the operator pins on behalf of the tenant
-      await ask("v1/cache/pin", { method: "POST", headers, json: { model, prompt: tokens } });
+      const told = await body(post(`dashboard/tree/${node.number}/pin?model=${encodeURIComponent(this.model())}`));
+      this.changed(told, "The prefix is pinned.");
     } catch (error) {
       toast(/** @type {Error} */ (error).message);
-      return;
     }
-    toast("The prefix is pinned.");
+  }
+
+  /** @param {any} told the server's answer @param {string} done */
+  changed(told, done) {
+    toast(told.message ?? done);
     this.load();
     this.onChange();
   }
@@ -53,10 +54,7 @@ export class Pins {
   async release(pin) {
     if (!(await confirmed("Release this prefix?", "It stays in the cache until its memory is needed.", "Release"))) return;
     try {
-      await post("v1/cache/release", { id: pin.id });
-      toast("The prefix is released.");
-      this.load();
-      this.onChange();
+      this.changed(await body(post(`dashboard/pins/${encodeURIComponent(pin.id)}/release`)), "The prefix is released.");
     } catch (error) {
       toast(/** @type {Error} */ (error).message);
     }

@@ -1,6 +1,6 @@
 /** The panel of requests: a line each, with its phases in time, and a button that stops it. */
 
-import { post } from "./api.js";
+import { body, post } from "./api.js";
 import { byId, confirmed, el, fill, legend, table, toast } from "./dom.js";
 import { nowOf } from "./feed.js";
 import { count, duration } from "./format.js";
@@ -102,8 +102,8 @@ export class Requests {
   async stop(id, name) {
     if (!(await confirmed("Stop this request?", `${name} ends with an error for its client. The tokens computed so far stay in the cache.`, "Stop it"))) return;
     try {
-      await post(`dashboard/requests/${encodeURIComponent(id)}/stop?model=${encodeURIComponent(this.model())}`);
-      toast("The request was stopped.");
+      const told = await body(post(`dashboard/requests/${encodeURIComponent(id)}/stop?model=${encodeURIComponent(this.model())}`));
+      toast(told.message ?? "The request was stopped.");
     } catch (error) {
       toast(/** @type {Error} */ (error).message);
     }

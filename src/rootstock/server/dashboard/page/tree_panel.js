@@ -1,6 +1,6 @@
 /** The panel of the prefix tree: loading, colours, pointer and keys, the selected node, and the table. */
 
-import { ask } from "./api.js";
+import { ask, body } from "./api.js";
 import { byId, el, fill, legend, table } from "./dom.js";
 import { bytes, count, duration, tenantName } from "./format.js";
 import { LIVE, decode, rowOf, siblings } from "./tree_data.js";
@@ -44,17 +44,18 @@ export class TreePanel {
     let wait = 5;
     if (!document.hidden && this.isSeen) {
       try {
-        const response = await ask(`dashboard/tree?model=${encodeURIComponent(this.model())}`);
+        const seen = this.serial == null ? "" : `&seen=${this.serial}`;
+        const response = await ask(`dashboard/tree?model=${encodeURIComponent(this.model())}${seen}`);
         const serial = response.headers.get("X-Serial");
         if (asked !== this.asked) return;
-        if (serial !== this.serial || this.loaded !== this.model()) {
+        if (serial == null) this.showNone();
+        else if (response.status !== 204) {
           const tree = decode(await response.arrayBuffer());
           if (asked !== this.asked) return;
           this.serial = serial;
-          this.loaded = this.model();
           this.show(tree);
         }
-        wait = this.tree?.head.next_s ?? 5;
+        wait = Number(response.headers.get("X-Next-S")) || 5;
       } catch { /* the feed's status says that the server is away */ }
     }
     this.timer = setTimeout(() => this.load(), wait * 1000);
@@ -63,6 +64,12 @@ export class TreePanel {
   stop() {
     this.asked += 1;
     clearTimeout(this.timer);
+  }
+
+  /** Shows that the model is not loaded. */
+  showNone() {
+    this.serial = null;
+    byId("tree-count").textContent = "the model is not loaded";
   }
 
   /** @param {Tree} tree */
@@ -219,12 +226,13 @@ export class TreePanel {
     this.described = number;
     let detail;
     try {
-      detail = await (await ask(`dashboard/tree/${number}?model=${encodeURIComponent(this.model())}`)).json();
+      detail = await body(ask(`dashboard/tree/${number}?model=${encodeURIComponent(this.model())}`));
     } catch (error) {
       if (this.described === number) fill(byId("node"), el("p", { class: "hint" }, /** @type {Error} */ (error).message));
       return;
     }
     if (this.described !== number) return;
+    if (detail.gone) { fill(byId("node"), el("p", { class: "hint" }, detail.message)); return; }
     const row = (/** @type {string} */ name, /** @type {string|number} */ value) => [el("dt", {}, name), el("dd", {}, value)];
     const rows = [
       ...row("tokens", `${count(detail.start)} – ${count(detail.end)}`), ...row("memory", bytes(detail.bytes)),
@@ -239,7 +247,8 @@ export class TreePanel {
     }
     const more = detail.tail.length ? " … " : "";
     if (detail.text != null) parts.push(el("h3", {}, "Text"), el("p", { class: "tokens mono", tabindex: "0", role: "group", "aria-label": "Text of the node" }, detail.text + more + (detail.tail_text ?? "")));
-    parts.push(el("h3", {}, "Token ids"), el("p", { class: "tokens mono", tabindex: "0", role: "group", "aria-label": "Token ids of the node" }, detail.head.join(" ") + more + detail.tail.join(" ")));
+    if (detail.withheld) parts.push(el("p", { class: "hint" }, "Token ids are shown to a key of the tenant, and to the operator."));
+    else parts.push(el("h3", {}, "Token ids"), el("p", { class: "tokens mono", tabindex: "0", role: "group", "aria-label": "Token ids of the node" }, detail.head.join(" ") + more + detail.tail.join(" ")));
     const buttons = this.actions(detail);
     if (buttons.length) parts.push(el("div", { class: "actions" }, ...buttons));
     fill(byId("node"), ...parts);
