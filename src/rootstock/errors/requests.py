@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rootstock.errors.base import SHORT, RequestError, shown
+from rootstock.errors.base import RequestError, shown
 
 _LISTED_MODELS = 4
 
