@@ -37,6 +37,8 @@ SHOW = "H7"
 CLIENTS = 64
 MODELS = {"first": "full", "second": "states"}  # name → kind of the tiny model
 OPTIONS = ("--dtype", "float32", "--kv-budget", "6MiB", "--disk-budget", "64MiB", "--max-queue", "256")
+# Bounded stores beside the caches, small enough to be full in the first third of the time.
+OPTIONS += ("--answer-memory", "1MiB", "--responses-budget", "4MiB")
 LATEST_ANSWER_S = 300.0
 SAMPLE_EVERY_S = 2.0
 TURNS = 6
@@ -239,6 +241,8 @@ async def run(url: str, pid: int, seconds: float, counts: Counts) -> list[tuple[
     watching = asyncio.create_task(watch(pid, samples))
     await load(url, seconds, counts)
     watching.cancel()
+    minutes = {round((at - samples[0][0]) / 60): round(size / 2**20, 1) for at, size in samples}
+    print(f"resident MiB by minute: {minutes}", flush=True)
     return samples
 
 
