@@ -35,12 +35,13 @@ class Lines:
         records = [each for each in self._caplog.records if each.name == ACCESS_LOGGER]
         return [vars(each)["fields"] for each in records]
 
-    def of(self, route: str) -> dict[str, Any]:
+    def of(self, route: str, count: int = 1) -> dict[str, Any]:
+        """Returns the newest line of a route, after it has `count`."""
         found: list[dict[str, Any]] = []
 
         def look() -> bool:  # the line is written after the client has its answer
             found[:] = [fields for fields in self() if fields.get("route") == route]
-            return bool(found)
+            return len(found) >= count
 
         wait_until(look)
         return found[-1]
@@ -96,7 +97,7 @@ def test_the_line_of_a_request_has_route_status_tokens_and_times_and_no_text(
     with serve() as served:
         for stream in (False, True):
             served.complete("the secret prompt", max_tokens=4, ignore_eos=True, stream=stream)
-            line = access.of("/v1/completions")
+            line = access.of("/v1/completions", 1 + stream)
             assert line | {
                 "method": "POST", "status": 200, "model": "fake", "completion_tokens": 4, "finish": "length",
                 "prompt_tokens": 17, "cached_tokens": 16 if stream else 0,

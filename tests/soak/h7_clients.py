@@ -37,7 +37,8 @@ SHOW = "H7"
 CLIENTS = 64
 MODELS = {"first": "full", "second": "states"}  # name → kind of the tiny model
 OPTIONS = ("--dtype", "float32", "--kv-budget", "6MiB", "--disk-budget", "64MiB", "--max-queue", "256")
-# Bounded stores beside the caches, small enough to be full in the first third of the time.
+# Bounded stores beside the caches, small enough to be full in the first third of the time: answers and tokenized
+# prompts of each model, and stored responses.
 OPTIONS += ("--answer-memory", "1MiB", "--responses-budget", "4MiB")
 LATEST_ANSWER_S = 300.0
 SAMPLE_EVERY_S = 2.0

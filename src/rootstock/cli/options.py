@@ -341,8 +341,8 @@ AnswerMemory = Annotated[
     option(
         CACHE,
         "--answer-memory",
-        "Memory for the token ids of answers, such as 64MiB. Prompts that repeat an answer get the ids that were "
-        "sampled, which are cached.",
+        "Memory for the token ids of answers, such as 64MiB, and as much for those of recent prompts. Prompts that "
+        "repeat an answer get the ids that were sampled, which are cached.",
     ),
 ]
 VerifyHits = Annotated[

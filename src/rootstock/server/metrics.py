@@ -19,7 +19,7 @@ from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
-from rootstock.engine.prompts.sampled_answers import SampledAnswers
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
@@ -155,7 +155,7 @@ class _ScrapeCollector(Collector):
             add_vllm_requests(families, series, model.context_limit, vllm_labels)
             alive = model.engine.health().alive
             families.gauge("rootstock_alive", "1 while the engine works", alive, labels)
-            _add_answers(families, model.tokenizer.answers, labels)
+            _add_prompts(families, model.tokenizer, labels)
             if not alive:
                 continue  # it would not answer
             try:
@@ -333,8 +333,9 @@ def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: La
     families.counters("rootstock_idle_tokens", help, "event", events, labels)
 
 
-def _add_answers(families: Families, answers: SampledAnswers, labels: Labels) -> None:
-    """Adds the memory of sampled answers."""
+def _add_prompts(families: Families, prompts: PromptTokenizer, labels: Labels) -> None:
+    """Adds the memory of sampled answers and of tokenized prompts."""
+    answers = prompts.answers
     counters = answers.counters
     help = "Prompt tokens that got the ids with which the server had sampled them"
     families.counter("rootstock_spliced_prompt_tokens", help, counters.spliced_tokens, labels)
@@ -348,6 +349,8 @@ def _add_answers(families: Families, answers: SampledAnswers, labels: Labels) ->
     families.counters("rootstock_sampled_answers", help, "event", events, labels)
     help = "Memory of sampled answers"
     families.gauge("rootstock_sampled_answers_bytes", help, answers.held_bytes, labels)
+    help = "Memory of the tokenized pieces of recent prompts"
+    families.gauge("rootstock_tokenized_bytes", help, prompts.tokenized_bytes, labels)
 
 
 def _add_response_store(families: Families, stats: ResponseStoreStats) -> None:

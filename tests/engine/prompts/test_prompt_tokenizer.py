@@ -44,7 +44,7 @@ def rendered(messages: Sequence[dict[str, Any]]) -> str:
 
 def test_only_the_new_end_of_a_later_turn_is_tokenized() -> None:
     counting = CountingTokenizer()
-    tokenized = TokenizedPieces(counting)
+    tokenized = TokenizedPieces(counting, cap_bytes=10**6)
     said = ["one", "two", "three", "four", "five"]
     for turn in range(1, len(said) + 1, 2):
         text = rendered(chat(*said[:turn]))
@@ -64,7 +64,7 @@ def test_the_caller_owns_the_returned_tokens() -> None:
 
 def test_tenants_do_not_share_pieces() -> None:
     counting = CountingTokenizer()
-    tokenized = TokenizedPieces(counting)
+    tokenized = TokenizedPieces(counting, cap_bytes=10**6)
     text = rendered(chat("a secret"))
     encoded(tokenized, text, "one")
     first = list(counting.encoded)

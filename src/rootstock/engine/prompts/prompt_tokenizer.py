@@ -30,7 +30,7 @@ from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
 from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
 
-CAP_BYTES = 64 * MIB
+LEAST_PIECES_BYTES = MIB
 # A text with more characters per token of the limit is tokenized in slices first. About four are usual.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536
@@ -152,7 +152,9 @@ def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
 
 
 class PromptTokenizer:
-    """A tokenizer of prompts that refuses those that cannot fit, before the work is done. For any thread."""
+    """A tokenizer of prompts that refuses those that cannot fit, before the work is done. For any thread.
+
+    `answer_memory_bytes` bounds the memory of sampled answers, and as much is used for tokenized pieces of texts."""
 
     def __init__(
         self,
@@ -163,7 +165,12 @@ class PromptTokenizer:
         self.model_tokenizer = tokenizer
         self.answers = SampledAnswers(tokenizer, answer_memory_bytes)
         self._limit_tokens = limit_tokens
-        self._pieces = TokenizedPieces(tokenizer)
+        self._pieces = TokenizedPieces(tokenizer, max(answer_memory_bytes, LEAST_PIECES_BYTES))
+
+    @property
+    def tokenized_bytes(self) -> int:
+        """Memory of the tokenized pieces of recent texts."""
+        return self._pieces.held_bytes
 
     def refuse_more_chars(self, chars: int) -> None:
         """Refuses more characters than the limit's tokens can have. Raises PromptTextTooLong."""
@@ -227,7 +234,7 @@ class PromptTokenizer:
 class TokenizedPieces:
     """The most recently used pieces and their tokens, up to `cap_bytes`. For any thread."""
 
-    def __init__(self, tokenizer: ModelTokenizer, cap_bytes: int = CAP_BYTES) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, cap_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._cap_bytes = cap_bytes
         self._tokens: OrderedDict[_Key, Tokens] = OrderedDict()  # the most recently used last
