@@ -110,6 +110,32 @@ def test_a_model_whose_prompts_are_asked_for_again_gets_memory_again() -> None:
     assert hit(one, prompt(100, 5)) == hit(one, prompt(0, 5)) == 4 * SIZE
 
 
+def test_the_chance_of_reuse_counts_tokens_and_not_prompts() -> None:
+    """Many short new prompts leave a model whose long prompts are asked for again its value."""
+    budget = SharedBudget(64 * SIZE)
+    cache = cache_of(budget, FullAttention(1, 1), now=Clock())
+    for turn in range(200):
+        run(cache, prompt(0, 40))
+        run(cache, prompt(10_000 + 10 * turn, 1))
+    assert cache.share is not None
+    assert cache.share.reuse > 0.9
+
+
+def test_a_request_that_comes_back_after_a_preemption_is_no_reuse() -> None:
+    budget = SharedBudget(16 * SIZE)
+    cache = cache_of(budget, FullAttention(1, 1), now=Clock())
+    assert cache.share is not None
+    before = cache.share.reuse
+    tokens = prompt(0, 4)
+    run(cache, tokens)
+    new = cache.share.reuse
+    assert new < before
+    admitted = cache.admit(cache.match(tokens, NAMESPACE), comes_back=True)
+    assert isinstance(admitted, Admitted)
+    assert cache.share.reuse == new
+    cache.release(admitted.lease, ReleaseReason.FINISHED)
+
+
 def test_rows_of_running_requests_stay_and_a_refused_admission_changes_nothing() -> None:
     _, one, other = pair(8)
     lease, _ = admit(one, prompt(0, 6))

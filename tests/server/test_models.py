@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -401,6 +403,17 @@ def test_the_dashboard_of_an_unloaded_model_has_ordinary_answers() -> None:
         with browser.events("/dashboard/events?model=b") as events:
             assert list(events) == [{"gone": True}]
         assert_error(browser.get("/dashboard/tree?model=z"), 404, "model_not_found")
+
+
+def test_an_unloaded_model_that_the_dashboard_has_watched_leaves_no_engine() -> None:
+    with served(config_of("a")) as several:
+        browser = Browser(several.url)
+        several.expect(several.chat("a"), "a")
+        assert browser.get("/dashboard/tree?model=a").status_code == 200
+        engine = weakref.ref(several.registry.loaded[0].engine)
+        assert several.post("unload", "a").status_code == 200
+        gc.collect()
+        wait_until(lambda: engine() is None)
 
 
 def test_only_an_operator_loads_and_unloads() -> None:

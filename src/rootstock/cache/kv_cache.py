@@ -250,6 +250,7 @@ class KVCache:
         *,
         counted: bool = True,
         is_idle: bool = False,
+        comes_back: bool = False,
         hints: CacheHints | None = None,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
@@ -260,6 +261,7 @@ class KVCache:
         of a block that the prompt diverges in, and restores the state.
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
+        `comes_back` is True for a request that was admitted before.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
         `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
         """
@@ -274,7 +276,9 @@ class KVCache:
         session = None
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
-        known_tokens = self._known_tokens(match) if counted and self.share is not None else 0
+        # A request that was preempted, or whose load has failed, knows its own tokens.
+        share = self.share if counted and not comes_back else None
+        known_tokens = 0 if share is None else self._known_tokens(match)
         answer = self._admission.admit(
             match, watermark_blocks, boundaries, tier_hit, is_idle, 0 if session is None else session.id
         )
@@ -282,8 +286,8 @@ class KVCache:
             self._leases[answer.lease.id] = answer.lease
             if counted or (hints is not None and hints.retentions):
                 self._retainer.begin(hints, answer.lease)
-            if counted and self.share is not None:
-                self.share.observe_prompt(known_tokens / len(match.tokens))
+            if share is not None:
+                share.observe_prompt(known_tokens, len(match.tokens))
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)

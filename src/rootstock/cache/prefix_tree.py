@@ -186,7 +186,8 @@ class PrefixTree:
         if lease.resumed_from is not None and not lease.is_idle:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
-            self._undemote(lease.resumed_from)
+            if lease.resumed_from.grant is not None and not lease.resumed_from.grant.is_charged:
+                self.ungrant(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
@@ -219,10 +220,6 @@ class PrefixTree:
             node.session = 0
         if node.grant is not None and not node.grant.is_charged:
             self.ungrant(node)
-
-    def _undemote(self, entry: Node | Checkpoint) -> None:
-        if entry.grant is not None and not entry.grant.is_charged:
-            self.ungrant(entry)
 
     def _drop_answered_prompt(self, answer: Checkpoint) -> None:
         """Drops the checkpoint at the end of a prompt after its conversation has resumed from the answer as given.

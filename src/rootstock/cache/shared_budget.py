@@ -21,7 +21,7 @@ Value = tuple[bool, bool, int, int, float]
 Standing = tuple[Level, float]
 _LEAST_PRICE = 1e-30
 _LEAST_REUSE = 1e-3
-_REUSE_GAIN = 0.02  # of each prompt, in the moving average
+_REUSE_GAIN = 0.02  # of each prompt, in the moving averages
 
 
 class SharedCache(Protocol):
@@ -138,9 +138,9 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
-        # Share of the prompts' tokens that the cache has, or had before an eviction. Entries that no request uses
-        # again save nothing, however dear their prefill is.
-        self.reuse = 1.0
+        # Tokens of a prompt, and of them those that the cache has, or had before an eviction: moving averages.
+        # Entries that no request uses again save nothing, however dear their prefill is.
+        self._prompt_tokens = self._known_tokens = 0.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
         self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
@@ -215,9 +215,18 @@ class BudgetShare:
     def retaining(self) -> RetainingCache | None:
         return self._retaining
 
-    def observe_prompt(self, known_share: float) -> None:
-        """Learns from a prompt that this share of its tokens was cached before, evicted since or not."""
-        self.reuse += _REUSE_GAIN * (known_share - self.reuse)
+    def observe_prompt(self, known_tokens: int, prompt_tokens: int) -> None:
+        """Learns how many tokens of a prompt were cached before, evicted since or not. The averages begin with as many
+        tokens as the first prompt has, all known."""
+        if not self._prompt_tokens:
+            self._prompt_tokens = self._known_tokens = float(prompt_tokens)
+        self._known_tokens += _REUSE_GAIN * (known_tokens - self._known_tokens)
+        self._prompt_tokens += _REUSE_GAIN * (prompt_tokens - self._prompt_tokens)
+
+    @property
+    def reuse(self) -> float:
+        """Share of the tokens of recent prompts that the cache has, or had."""
+        return self._known_tokens / self._prompt_tokens if self._prompt_tokens else 1.0
 
     @property
     def log_price(self) -> float:

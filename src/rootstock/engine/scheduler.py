@@ -318,14 +318,10 @@ class Scheduler:
                 sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
-            admitted = self._cache.admit(
-                match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
-            )
+            admitted = self._ask_for_rows(sequence, match)
             while isinstance(admitted, Deferred) and self._drop_pin(step):
                 match = self._match(sequence)
-                admitted = self._cache.admit(
-                    match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
-                )
+                admitted = self._ask_for_rows(sequence, match)
             if isinstance(admitted, Deferred):
                 return  # first come, first served: later requests do not overtake
             self._start(step, sequence, admitted)
@@ -333,6 +329,14 @@ class Scheduler:
             self._prefill(step, sequence, admitted.lease, at_least=1)
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
+
+    def _ask_for_rows(
+        self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None
+    ) -> Admitted | Deferred:
+        request, comes_back = sequence.request, sequence.admitted_at is not None
+        return self._cache.admit(
+            match, self._watermark, request.boundaries, tier_hit, comes_back=comes_back, hints=request.hints
+        )
 
     def _drop_pin(self, step: _Step) -> bool:
         """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
@@ -371,9 +375,7 @@ class Scheduler:
         hit, sequence.load_choice = self._choose_load(match)
         if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
             return False
-        admitted = self._cache.admit(
-            match, self._watermark, sequence.request.boundaries, hit, hints=sequence.request.hints
-        )
+        admitted = self._ask_for_rows(sequence, match, hit)
         if isinstance(admitted, Deferred):
             sequence.did_not_load()  # computing may need fewer blocks
             return False

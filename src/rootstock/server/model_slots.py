@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -154,6 +155,11 @@ class ModelSlots:
         self._stopping = False
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._unload_followers: list[Callable[[], None]] = []
+
+    def follow_unloads(self, follower: Callable[[], None]) -> None:
+        """Calls `follower` on the models' thread while a model is unloaded, to drop its references to the model."""
+        self._unload_followers.append(follower)
 
     # ---------------------------------------------------------------------------------------- lifetime
 
@@ -388,10 +394,14 @@ class ModelSlots:
             log.exception("the engine of the model %r did not stop cleanly", slot.name)
         with self._lock:
             slot.state = Unloaded()
+        engine = weakref.ref(model.engine)
         del model
+        for follower in self._unload_followers:
+            follower()
         gc.unfreeze()  # what was loaded at the start is garbage now, too
         gc.collect()
-        gc.freeze()
+        if engine() is None:
+            gc.freeze()  # else a page still reads from the engine: frozen, its cycles would never be collected
         return_free_memory()
         if share is not None and self.budget is not None:
             self.budget.leave(share)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -116,6 +117,8 @@ class Dashboard:
         self.config = config
         self.names = Names(config)
         self._watched: dict[Engine, _Watched] = {}
+        self._lock = threading.Lock()  # of the watched models
+        models.slots.follow_unloads(self._drop_unloaded)
         for model in models.loaded:
             _explain_misses(model.engine)
 
@@ -125,21 +128,25 @@ class Dashboard:
 
     def watched(self, name: str | None) -> _Watched | None:
         """Returns a model, the first one without a name; None: it is not loaded now. Raises ModelNotFound."""
-        loaded = self.models.loaded
-        model = next((each for each in loaded if name in (None, each.name)), None)
-        if model is None:
-            if name is not None and name not in self.models.names:
-                raise ModelNotFound(name, self.model_names)
-            return None
-        engines = {each.engine for each in loaded}
-        self._watched = {engine: each for engine, each in self._watched.items() if engine in engines}
-        found = self._watched.get(model.engine)
-        if found is None:
-            texts = Texts(model.model_tokenizer, self.config.show_prompts)
-            feed, trees = Feed(model.engine, self.names, texts), Trees(model.engine, self.names)
-            found = self._watched[model.engine] = _Watched(model, feed, trees, texts)
-            _explain_misses(model.engine)
-        return found
+        with self._lock:
+            model = next((each for each in self.models.loaded if name in (None, each.name)), None)
+            if model is None:
+                if name is not None and name not in self.models.names:
+                    raise ModelNotFound(name, self.model_names)
+                return None
+            found = self._watched.get(model.engine)
+            if found is None:
+                texts = Texts(model.model_tokenizer, self.config.show_prompts)
+                feed, trees = Feed(model.engine, self.names, texts), Trees(model.engine, self.names)
+                found = self._watched[model.engine] = _Watched(model, feed, trees, texts)
+                _explain_misses(model.engine)
+            return found
+
+    def _drop_unloaded(self) -> None:
+        """Forgets the models that are not loaded any more, which frees their memory. For any thread."""
+        with self._lock:
+            engines = {each.engine for each in self.models.loaded}
+            self._watched = {engine: each for engine, each in self._watched.items() if engine in engines}
 
 
 def _explain_misses(engine: Engine) -> None:

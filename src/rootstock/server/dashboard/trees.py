@@ -8,6 +8,7 @@ import json
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -212,7 +213,11 @@ class Trees:
         if self._forget is not None:
             self._forget.cancel()
 
+        this = weakref.ref(self)  # the timer must not keep the engine of an unloaded model
+
         def forget() -> None:
-            self._picture, self._due = None, 0.0
+            trees = this()
+            if trees is not None:
+                trees._picture, trees._due = None, 0.0
 
         self._forget = asyncio.get_running_loop().call_later(FORGET_S, forget)

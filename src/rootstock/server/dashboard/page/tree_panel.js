@@ -70,12 +70,14 @@ export class TreePanel {
   showNone() {
     this.serial = null;
     byId("tree-count").textContent = "the model is not loaded";
+    byId("tree-body").hidden = true;
   }
 
   /** @param {Tree} tree */
   show(tree) {
     const number = this.tree && this.view.selected >= 0 ? this.tree.number[this.view.selected] : -1;
     this.view.selected = number < 0 ? -1 : rowOf(tree, number);
+    byId("tree-body").hidden = false;
     this.canvas.dataset.nodes = String(tree.size);
     const all = tree.tops.reduce((sum, node) => sum + tree.total[node], 0);
     byId("tree-count").textContent = `${count(tree.size)} nodes · ${bytes(all)}${tree.head.truncated ? " · only a part is shown" : ""}`;
