@@ -99,6 +99,7 @@ def main() -> None:
     options.add_argument("--d4-model", default=page_cost.MODEL)
     options.add_argument("--d4-turns", type=int, default=page_cost.TURNS, help="of each of the eight agents")
     options.add_argument("--d4-rounds", type=int, default=page_cost.ROUNDS)
+    options.add_argument("--d4-without-browser", action="store_true", help="measure the plain client alone")
     given = options.parse_args()
     try:
         from playwright.sync_api import sync_playwright
@@ -107,7 +108,13 @@ def main() -> None:
     if given.chromium is None or (given.axe is None and not given.d4):
         could_not(SHOW, "--chromium and --axe name a browser and axe.min.js")
     if given.d4:
-        figures = page_cost.measure(given.chromium, given.d4_model, given.d4_turns, given.d4_rounds)
+        figures = page_cost.measure(
+            given.chromium,
+            given.d4_model,
+            given.d4_turns,
+            given.d4_rounds,
+            draws=not given.d4_without_browser,
+        )
         conclude(SHOW, figures, {"wall_ratio_client": at_most(1.01)})
     with page_elsewhere() as (elsewhere, origin):
         show(given, sync_playwright, elsewhere, origin)

@@ -34,14 +34,16 @@ SESSION_EVERY_S = 20.0  # as in app.js
 _opener = build_opener(ProxyHandler({}))
 
 
-def measure(chromium: str, model: str, turns: int, rounds: int) -> dict[str, Any]:
-    """Returns the ratios of wall time, and of the server's processor time, to those without a page."""
+def measure(chromium: str, model: str, turns: int, rounds: int, *, draws: bool) -> dict[str, Any]:
+    """Returns the ratios of wall time, and of the server's processor time, to those without a page. `draws=False`
+    leaves Chromium out, so that more rounds fit into the time."""
     from playwright.sync_api import sync_playwright
 
     threads = torch.get_num_threads()
     sizes = Sizes(SIZES.conversations, SIZES.at_once, turns, SIZES.prefix_tokens, SIZES.new_tokens, 64)
     workload = make_workload("agents", 0, sizes)
-    runs: dict[str, list[tuple[float, float]]] = {"nothing": [], "client": [], "browser": []}
+    watching = ("client", "browser") if draws else ("client",)
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ("nothing", *watching)}
     neighbours = Neighbours()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -77,7 +79,7 @@ def measure(chromium: str, model: str, turns: int, rounds: int) -> dict[str, Any
         "rounds": rounds,
         "wall_s": round(statistics.median(wall_s for wall_s, _ in runs["nothing"]), 2),
     }
-    for name in ("client", "browser"):
+    for name in watching:
         for kind, place in (("wall", 0), ("server_cpu", 1)):
             ratios = [
                 one[place] / alone[place] for one, alone in zip(runs[name], runs["nothing"], strict=True)
