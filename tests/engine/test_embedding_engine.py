@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -13,8 +15,8 @@ from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine import embedding
 from rootstock.engine.device_thread import DeviceThread
-from rootstock.engine.embedding import EmbeddingEngine
-from rootstock.errors import EngineStopped, QueueFull, StepFailed
+from rootstock.engine.embedding import EmbeddingEngine, EmbeddingJob
+from rootstock.errors import EmbeddingsFull, EngineStopped, QueueFull, StepFailed
 from rootstock.runtime.base import EmbedderDescription
 from waiting import HANG_S, join, wait_for, wait_until
 
@@ -106,10 +108,11 @@ def run(engine: EmbeddingEngine) -> int:
 
 
 def test_rows_have_the_order_of_the_inputs(engine: EmbeddingEngine) -> None:
-    jobs = [engine.submit(inputs_of(*lengths)) for lengths in ((3, 90, 1, 40, 40, 7), (5,), (100, 2))]
+    requests = [inputs_of(*lengths) for lengths in ((3, 90, 1, 40, 40, 7), (5,), (100, 2))]
+    jobs = [engine.submit(inputs) for inputs in requests]
     run(engine)
-    for job in jobs:
-        expected = [embedding_of(tokens) for tokens in job.inputs]
+    for job, inputs in zip(jobs, requests, strict=True):
+        expected = [embedding_of(tokens) for tokens in inputs]
         np.testing.assert_array_equal(job.done.result(0).rows, expected)
         assert 0 <= job.done.result(0).queued_s <= job.done.result(0).total_s
 
@@ -216,6 +219,52 @@ def test_a_cancelled_request_is_dropped(engine: EmbeddingEngine, embedder: FakeE
     assert not engine.has_requests
 
 
+def test_a_cancelled_request_keeps_no_memory_and_no_place(engine: EmbeddingEngine) -> None:
+    running = engine.submit(inputs_of(*[100] * 300))
+    engine.step()
+    inputs = inputs_of(5)
+    alive = weakref.ref(inputs[0])
+    cancelled = engine.submit(inputs)
+    del inputs
+    waiting = [engine.submit(inputs_of(4)) for _ in range(CONFIG.max_batch + CONFIG.max_queue - 2)]
+    with pytest.raises(QueueFull):
+        engine.submit(inputs_of(1))
+    assert cancelled.done.cancel()
+    assert alive() is None, "without a step of the engine"
+    assert engine.stats().waiting == len(waiting)
+    waiting.append(engine.submit(inputs_of(3)))
+    with pytest.raises(QueueFull):
+        engine.submit(inputs_of(1))
+    assert running.done.cancel()
+    waiting.append(engine.submit(inputs_of(2)))
+    run(engine)
+    assert all(len(job.done.result(0).rows) == 1 for job in waiting)
+
+
+def test_requests_that_are_cancelled_while_a_forward_is_put_together(
+    embedder: FakeEmbedder,
+) -> None:
+    jobs: list[EmbeddingJob] = []
+
+    def clock() -> float:  # it is read when a step begins
+        for job in jobs:
+            job.done.cancel()
+        return 0.0
+
+    engine = EmbeddingEngine(embedder, CONFIG, clock=clock)
+    submitted = [engine.submit(inputs_of(5)) for _ in range(3)]
+    jobs.extend(submitted)
+    assert engine.step()
+    assert all(job.done.cancelled() for job in jobs)
+    jobs.clear()
+    assert run(engine) == 0
+    assert not embedder.forwards
+    assert engine.health().alive
+    last = engine.submit(inputs_of(6))
+    run(engine)
+    assert len(last.done.result(0).rows) == 1
+
+
 def test_a_request_that_is_cancelled_during_its_last_forward(
     engine: EmbeddingEngine, embedder: FakeEmbedder
 ) -> None:
@@ -233,7 +282,8 @@ def test_a_request_that_is_cancelled_during_its_last_forward(
 def test_a_forward_that_fails_fails_its_requests_only(
     engine: EmbeddingEngine, embedder: FakeEmbedder
 ) -> None:
-    bad, good = engine.submit(inputs_of(100, 50)), engine.submit(inputs_of(40))
+    inputs = inputs_of(40)
+    bad, good = engine.submit(inputs_of(100, 50)), engine.submit(inputs)
 
     def fault(inputs: Sequence[Tokens]) -> None:
         if len(inputs[0]) == 100:
@@ -242,18 +292,31 @@ def test_a_forward_that_fails_fails_its_requests_only(
     embedder.before = fault
     run(engine)
     assert isinstance(bad.done.exception(0), StepFailed)
-    np.testing.assert_array_equal(good.done.result(0).rows, [embedding_of(good.inputs[0])])
+    np.testing.assert_array_equal(good.done.result(0).rows, [embedding_of(inputs[0])])
     assert engine.stats().failed_steps == 1
+    assert (engine.stats().steps, engine.stats().computed_tokens) == (1, 40), "those that did not fail"
     assert engine.health().alive
 
 
-def test_embeddings_that_are_not_finite_are_an_error(
-    engine: EmbeddingEngine, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_an_embedding_that_is_not_finite_fails_its_request_only(
+    engine: EmbeddingEngine, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder, number: float
 ) -> None:
-    monkeypatch.setattr(embedder, "embed", lambda inputs, _: np.full((len(inputs), 3), np.nan, np.float32))
-    job = engine.submit(inputs_of(5))
+    compute = embedder.embed
+
+    def overflowing(inputs: Sequence[Tokens], between_layers: Callable[[float], None]) -> NDArray[np.float32]:
+        rows = compute(inputs, between_layers)
+        rows[[len(tokens) == 13 for tokens in inputs], 1] = number
+        return rows
+
+    monkeypatch.setattr(embedder, "embed", overflowing)
+    bad, good, alone = (engine.submit(inputs_of(*lengths)) for lengths in ((12, 13, 11), (12, 11), (13,)))
     run(engine)
-    assert isinstance(job.done.exception(0), StepFailed)
+    assert max(map(len, embedder.forwards)) >= 5, "they share a forward"
+    for job in (bad, alone):
+        assert isinstance(job.done.exception(0), StepFailed)
+    assert len(good.done.result(0).rows) == 2
+    assert engine.stats().failed_steps == 0, "the forward itself did not fail"
 
 
 def test_the_queue_is_bounded(engine: EmbeddingEngine) -> None:
@@ -266,17 +329,68 @@ def test_the_queue_is_bounded(engine: EmbeddingEngine) -> None:
     assert engine.stats().computed_tokens == 100 * len(jobs)
 
 
-def test_the_memory_of_unfinished_embeddings_is_bounded(
-    embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_the_memory_of_embeddings_is_bounded_until_nothing_holds_them(
+    engine: EmbeddingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding, "_MOST_HELD_BYTES", 10 * 3 * 4)  # of 10 inputs
-    engine = EmbeddingEngine(embedder, CONFIG)
-    jobs = [engine.submit(inputs_of(*[100] * count)) for count in (6, 4, 1, 20)]
-    engine.step()
-    assert embedder.forwards == [[100] * 10], "those of the first two requests"
-    assert engine.stats().waiting == 2
+    monkeypatch.setattr(embedding, "_MOST_BYTES", 10 * 3 * 4)  # of 10 inputs
+
+    def refused(count: int) -> None:
+        with pytest.raises(EmbeddingsFull, match="together"):
+            engine.submit(inputs_of(*[5] * count))
+
+    first, second = (engine.submit(inputs_of(*[5] * count)) for count in (6, 4))
+    refused(1)
     run(engine)
-    assert [len(job.done.result(0).rows) for job in jobs] == [6, 4, 1, 20], "the last one runs alone"
+    rows = first.done.result(0).rows
+    del first
+    refused(1)
+    row = rows[0]
+    del rows
+    refused(1)
+    del row
+    refused(7)
+    third = engine.submit(inputs_of(*[5] * 6))
+    refused(1)
+    assert third.done.cancel()
+    third = engine.submit(inputs_of(*[5] * 6))
+    del second
+    run(engine)
+    assert len(third.done.result(0).rows) == 6
+    del third
+    alone = engine.submit(inputs_of(*[5] * 20))
+    refused(1)
+    run(engine)
+    assert len(alone.done.result(0).rows) == 20, "a request that is alone may have more"
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_failed_and_cancelled_requests_hold_no_embeddings(
+    engine: EmbeddingEngine, embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "_MOST_BYTES", 300 * 3 * 4)
+
+    def fault(inputs: Sequence[Tokens]) -> None:
+        if embedder.forwards:
+            raise MemoryError
+
+    failing = engine.submit(inputs_of(*[100] * 300))
+    embedder.before = fault
+    run(engine)
+    assert isinstance(failing.done.exception(0), StepFailed)
+    embedder.before = lambda inputs: None
+    cancelled = engine.submit(inputs_of(*[100] * 300))
+    engine.step()
+    assert cancelled.done.cancel()
+    engine.step()
+    engine.submit(inputs_of(*[100] * 300))
 
 
 def test_stop_fails_the_requests_that_are_left(device: DeviceThread, embedder: FakeEmbedder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -23,6 +24,7 @@ from embedding_models import own_embedding, save_embedding_model
 from rootstock.cache.families import row_bytes
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServedModelConfig, ServerConfig
+from rootstock.engine import embedding
 from rootstock.engine.build import Assembly, assemble
 from rootstock.logs import ACCESS_LOGGER
 from rootstock.runtime.base import Embedder
@@ -414,6 +416,36 @@ def test_inputs_of_a_client_that_leaves_are_dropped(directory: Path) -> None:
         goes_on.set()
         wait_until(lambda: not model.engine.has_requests)
         assert model.engine.stats().steps == 1, "the rest of the inputs was not computed"
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_answers_that_clients_do_not_read_are_bounded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "_MOST_BYTES", 4 * 32 * 2048)  # of one request with the most inputs
+    body = json.dumps({"input": [[4]] * 2048}).encode()
+    with serving_models(embedding_config(directory)) as served:
+        address = urlsplit(str(served.client.base_url))
+        head = (
+            f"Host: {address.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(HANG_S)
+            connection.connect((address.hostname, address.port))
+            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\n" + head.encode() + body)
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+            for _ in range(3):
+                assert_error(embed(served.client, "a"), 429, "embeddings_full", param=None)
+        for _ in range(3):
+            wait_until(lambda: embed(served.client, [[4]] * 2048).status_code == 200)
 
 
 # ---- seen by the operator

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.stats import HUNG_AFTER_S, Health
-from rootstock.errors import EngineStopped, QueueFull, RootstockError, StepFailed
+from rootstock.errors import EmbeddingsFull, EngineStopped, QueueFull, RootstockError, StepFailed
 from rootstock.runtime.base import Embedder
 from rootstock.units import MIB
 
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 _IDLE_CHUNKS = 4  # that a forward may take while no other model decodes
 _LONE_TOKENS = 8_192  # of a forward while the device has no other model
 _MOST_ROWS = 64  # of a forward
-_MOST_HELD_BYTES = 256 * MIB  # of the embeddings of requests that run
+_MOST_BYTES = 512 * MIB  # of the embeddings of all requests, from submission until nothing holds them
 _SHORT_TOKENS = 64  # inputs of at most so many tokens share a forward, whatever their lengths
 
 
@@ -57,18 +59,23 @@ class EmbeddingStats:
 
 
 class EmbeddingJob:
-    """The inputs of one request. Cancelling `done` drops those that were not computed."""
+    """The inputs of one request, until it has ended. Cancelling `done` drops those that were not computed."""
 
     def __init__(self, inputs: Sequence[Tokens], submitted_at: float) -> None:
-        self.inputs = inputs
         self.done: Future[Embedded] = Future()
+        self._inputs: Sequence[Tokens] = inputs
+        self._count = len(inputs)
         self._submitted_at = submitted_at
         self._began_at: float | None = None
         # The inputs that are left and their lengths, the shortest first.
         self._left = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         self._lengths = [len(inputs[index]) for index in self._left]
-        self._rows: NDArray[np.float32] | None = None  # of the computed inputs
+        self.rows: NDArray[np.float32] | None = None  # of the computed inputs
         self._missing = len(inputs)  # inputs whose rows are not known
+
+    def drop_inputs(self) -> None:
+        """Frees the memory of the inputs. No more of them can be taken."""
+        self._inputs = ()
 
     @property
     def longest(self) -> int:
@@ -84,13 +91,15 @@ class EmbeddingJob:
     def has_ended(self) -> bool:
         return self.done.done() or not self._missing
 
-    def take(self, most: int, least: int) -> int | None:
-        """Takes the longest input that is left of `least` to `most` tokens. Returns its index."""
+    def take(self, most: int, least: int) -> tuple[int, Tokens] | None:
+        """Takes the longest input that is left of `least` to `most` tokens. Returns its index and tokens."""
+        inputs = self._inputs  # another thread may drop them at any time
         place = bisect_right(self._lengths, most) - 1
-        if place < 0 or self._lengths[place] < least:
+        if not inputs or place < 0 or self._lengths[place] < least:
             return None
         del self._lengths[place]
-        return self._left.pop(place)
+        index = self._left.pop(place)
+        return index, inputs[index]
 
     def begin(self, now: float) -> None:
         """Notes the first forward."""
@@ -98,19 +107,21 @@ class EmbeddingJob:
             self._began_at = now
 
     def computed(self, index: int, row: NDArray[np.float32]) -> None:
-        """Keeps the embedding of an input."""
-        if self._rows is None:
-            self._rows = np.empty((len(self.inputs), len(row)), np.float32)
-        self._rows[index] = row
+        """Keeps the embedding of an input, unless the request has ended."""
+        if self.done.done():
+            return
+        if self.rows is None:
+            self.rows = np.empty((self._count, len(row)), np.float32)
+        self.rows[index] = row
         self._missing -= 1
 
     def finish(self, now: float) -> None:
-        """Answers the request, unless it was cancelled."""
-        assert self._rows is not None, "an input was computed"
-        assert self._began_at is not None, "a forward has begun"
+        """Answers the request, unless it has ended."""
         if not self.done.done() and self.done.set_running_or_notify_cancel():
+            assert self.rows is not None, "all inputs were computed"
+            assert self._began_at is not None, "a forward has begun"
             queued_s = self._began_at - self._submitted_at
-            self.done.set_result(Embedded(self._rows, queued_s, now - self._submitted_at))
+            self.done.set_result(Embedded(self.rows, queued_s, now - self._submitted_at))
 
     def fail(self, error: RootstockError) -> None:
         """Fails the request, unless it has ended."""
@@ -119,7 +130,10 @@ class EmbeddingJob:
 
 
 class _OthersTurns:
-    """Turns of engines that decode, within a forward of more tokens than a chunk: one after each chunk's share."""
+    """Interruptions of a long forward.
+
+    Engines that decode have a turn after each part of it that is as long as a chunk.
+    """
 
     def __init__(
         self,
@@ -165,9 +179,14 @@ class EmbeddingEngine:
         described = embedder.description
         self.most_tokens = min(described.most_tokens, context_limit or described.most_tokens)
         self._clock = clock
-        self._lock = threading.Lock()  # of _waiting and _closed
-        self._waiting: deque[EmbeddingJob] = deque()
+        self._lock = threading.Lock()  # of the next four
+        self._waiting: OrderedDict[EmbeddingJob, None] = OrderedDict()  # that have not ended, in order
+        self._open = 0  # jobs that have not ended
+        self._held_bytes = 0  # of the embeddings of all requests, with those of _freed_bytes
         self._closed = False
+        # Sizes of embeddings that nothing holds any more. The interpreter may free an array in any thread, even in
+        # one that holds the lock.
+        self._freed_bytes: deque[int] = deque()
         self._running: deque[EmbeddingJob] = deque()  # the next one to begin a forward at the front
         self._counts = EmbeddingStats()
         self._step_began: float | None = None
@@ -196,20 +215,48 @@ class EmbeddingEngine:
         self._fail_all(EngineStopped())
 
     def submit(self, inputs: Sequence[Tokens]) -> EmbeddingJob:
-        """Queues inputs of 1 to `most_tokens` tokens each, at least one. Raises QueueFull or EngineStopped."""
+        """Queues inputs of 1 to `most_tokens` tokens each, at least one.
+
+        Embeddings count as memory from here on until nothing holds them: a client may read its answer slowly. Raises
+        QueueFull, EmbeddingsFull or EngineStopped.
+        """
         assert inputs, "a request has an input"
         assert all(1 <= len(tokens) <= self.most_tokens for tokens in inputs)
         job = EmbeddingJob(inputs, self._clock())
+        held_bytes = 4 * len(inputs) * self.embedder.description.dimensions
         with self._lock:
             if self._closed:
                 raise EngineStopped()
             config = self._config
-            if len(self._running) + len(self._waiting) >= config.max_batch + config.max_queue:
+            if self._open >= config.max_batch + config.max_queue:
                 raise QueueFull(config.max_batch, config.max_queue)
-            self._waiting.append(job)
+            while self._freed_bytes:
+                self._held_bytes -= self._freed_bytes.popleft()
+            if self._held_bytes and self._held_bytes + held_bytes > _MOST_BYTES:
+                raise EmbeddingsFull(_MOST_BYTES)
+            self._open += 1
+            self._held_bytes += held_bytes
+            self._waiting[job] = None
+            # A future keeps its callbacks. With a strong reference, job and future would be a cycle, and embeddings
+            # would wait for the garbage collector.
+            job.done.add_done_callback(partial(self._ended, weakref.ref(job), held_bytes))
         if self._device is not None:
             self._device.wake()
         return job
+
+    def _ended(self, of: weakref.ref[EmbeddingJob], held_bytes: int, _done: Future[Embedded]) -> None:
+        """Makes room for other requests, on the thread that ends one or cancels it."""
+        job = of()
+        rows = None if job is None else job.rows
+        if rows is None:
+            self._freed_bytes.append(held_bytes)
+        else:
+            weakref.finalize(rows, self._freed_bytes.append, held_bytes).atexit = False
+        with self._lock:
+            self._open -= 1
+            if job is not None:
+                job.drop_inputs()
+                self._waiting.pop(job, None)
 
     def stats(self) -> EmbeddingStats:
         """Counts requests and forwards. Does not wait for the engine's thread."""
@@ -281,74 +328,79 @@ class EmbeddingEngine:
             return False
         self._step_began = began = self._clock()
         batch = self._next_batch()
-        inputs = [job.inputs[index] for job, index in batch]
-        for job, _ in batch:
+        if not batch:  # the requests have been cancelled just now
+            self._step_began = None
+            return True
+        inputs = [tokens for _, _, tokens in batch]
+        for job, _, _ in batch:
             job.begin(began)
         turns = _OthersTurns(
             self._device, self, max(map(len, inputs)) * len(inputs), self._config.chunk_tokens
         )
         try:
             rows = self.embedder.embed(inputs, turns.between_layers)
-            if not np.isfinite(rows).all():
-                raise FloatingPointError("an embedding is not finite")
         except Exception as error:
             log.exception("a forward of embeddings failed; other requests go on")
             self._counts.failed_steps += 1
-            for job, _ in batch:
+            for job, _, _ in batch:
                 job.fail(StepFailed(error))
         else:
-            self._take_rows(batch, rows)
-        finally:
             self._counts.steps += 1
             self._counts.forward_s += self._clock() - began - turns.taken_s
             self._counts.computed_tokens += sum(map(len, inputs))
+            self._take_rows(batch, rows)
+        finally:
             self._step_began = None
             self._running.rotate(-1)
             self._drop_ended()
         return True
 
-    def _take_rows(self, batch: Sequence[tuple[EmbeddingJob, int]], rows: NDArray[np.float32]) -> None:
-        for (job, index), row in zip(batch, rows, strict=True):
-            job.computed(index, row)
+    def _take_rows(
+        self, batch: Sequence[tuple[EmbeddingJob, int, Tokens]], rows: NDArray[np.float32]
+    ) -> None:
+        """Keeps the rows of a forward. A request fails if a row of its own is not finite; others go on."""
+        for (job, index, _), row in zip(batch, rows, strict=True):
+            if np.isfinite(row).all():
+                job.computed(index, row)
+            else:
+                log.error("an embedding is not finite; its request fails, others go on")
+                job.fail(StepFailed(FloatingPointError("an embedding is not finite")))
         now = self._clock()
-        for job in {id(job): job for job, _ in batch}.values():
+        for job in dict.fromkeys(job for job, _, _ in batch):
             if job.has_ended:
                 job.finish(now)
 
     def _admit(self) -> None:
-        """Begins waiting requests while there is room, without those that were cancelled."""
+        """Begins waiting requests while there is room."""
         self._drop_ended()
-        most_rows = _MOST_HELD_BYTES // (4 * self.embedder.description.dimensions)
-        rows = sum(len(job.inputs) for job in self._running)
         with self._lock:
             while self._waiting and len(self._running) < self._config.max_batch:
-                if self._running and rows + len(self._waiting[0].inputs) > most_rows:
-                    break
-                job = self._waiting.popleft()
-                if not job.has_ended:
-                    self._running.append(job)
-                    rows += len(job.inputs)
+                self._running.append(self._waiting.popitem(last=False)[0])
 
     def _drop_ended(self) -> None:
         ended = [job for job in self._running if job.has_ended]
         for job in ended:
             self._running.remove(job)
+            job.rows = None  # now the answer alone holds them
 
-    def _next_batch(self) -> list[tuple[EmbeddingJob, int]]:
-        """Takes the inputs of the next forward: one of the first request, and others that need little padding."""
+    def _next_batch(self) -> list[tuple[EmbeddingJob, int, Tokens]]:
+        """Takes the inputs of the next forward: one of the first request, and others that need little padding.
+
+        It is empty if these requests have been cancelled just now.
+        """
         first, step_tokens = self._running[0].longest, self._most_step_tokens()
         # Longer inputs of other requests join, as long as the first one needs no more padding than itself.
         widest = min(max(_SHORT_TOKENS, 2 * first), step_tokens // 2)
         width = max([first, *(job.longest_within(widest) for job in self._running)])
         least = 1 if width <= _SHORT_TOKENS else (width + 1) // 2
         most_rows = max(1, min(_MOST_ROWS, step_tokens // width))
-        batch: list[tuple[EmbeddingJob, int]] = []
+        batch: list[tuple[EmbeddingJob, int, Tokens]] = []
         takers = deque(self._running)
         while takers and len(batch) < most_rows:
             job = takers.popleft()
-            index = job.take(width, least)
-            if index is not None:
-                batch.append((job, index))
+            taken = job.take(width, least)
+            if taken is not None:
+                batch.append((job, *taken))
                 takers.append(job)
         return batch
 

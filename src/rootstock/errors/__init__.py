@@ -46,6 +46,7 @@
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
+    │   ├── EmbeddingsFull              429  the embeddings of all requests together
     │   ├── RateLimited                 429  a limit of the tenant's own
     │   ├── ClearUnderWay               429
     │   ├── ModelUnavailable            503  a model could not be loaded
@@ -119,6 +120,7 @@ from rootstock.errors.http import (
 from rootstock.errors.overload import (
     ClearUnderWay,
     Draining,
+    EmbeddingsFull,
     IdleWorkFull,
     ModelUnavailable,
     Overloaded,
@@ -201,6 +203,7 @@ __all__ = [
     "ContentTypeNotJson",
     "CsrfTokenMissing",
     "Draining",
+    "EmbeddingsFull",
     "EmptyPrompt",
     "EngineError",
     "EngineFault",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rootstock.errors.base import RootstockError, shown
+from rootstock.units import MIB
 
 
 class Overloaded(RootstockError):
@@ -22,6 +23,17 @@ class QueueFull(Overloaded):
         )
         self.max_batch = max_batch
         self.max_queue = max_queue
+
+
+class EmbeddingsFull(Overloaded):
+    code = "embeddings_full"
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(
+            f"The embeddings of requests that run, wait or are being answered have {most_bytes // MIB} MiB together, "
+            "and there is no room for those of this request. Read answers to their end, and try again in a moment."
+        )
+        self.most_bytes = most_bytes
 
 
 class ModelUnavailable(Overloaded):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from embedding_models import own_embedding, save_embedding_model
 from rootstock.config import AdapterConfig, ModelConfig
@@ -58,6 +58,20 @@ def test_a_forward_can_be_interrupted_between_layers(tmp_path: Path, model_type:
     found = embedder.embed(inputs, seen.append)
     assert seen == [0.25, 0.5, 0.75]
     np.testing.assert_array_equal(embedder.embed(inputs), found)
+
+
+def test_a_forward_is_interrupted_between_layers_and_not_between_experts(tmp_path: Path) -> None:
+    save_embedding_model(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path)
+    for layer in model.encoder.layer:
+        layer.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(8))
+        layer.register_forward_hook(lambda layer, _, hidden: sum(each(hidden) for each in layer.experts))
+    embedder = TorchEmbedder(
+        "m", model, AutoTokenizer.from_pretrained(tmp_path), read_embedding_files("m", tmp_path)
+    )
+    seen: list[float] = []
+    embedder.embed([embedder.tokens_of("abc")], seen.append)
+    assert seen == [0.5]
 
 
 def test_poolings_are_concatenated(tmp_path: Path) -> None:

@@ -99,10 +99,11 @@ class TorchEmbedder:
 
     def _follow_layers(self) -> None:
         """Makes the model's forward call `between_layers`."""
-        layers = max(
-            (module for module in self._model.modules() if isinstance(module, nn.ModuleList)),
-            key=len,
-            default=nn.ModuleList(),
+        lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
+        declared = getattr(text_config(self._model), "num_hidden_layers", None)
+        # The longest list may be that of one layer's experts. An outer list precedes those that it holds.
+        layers = next(
+            (each for each in lists if len(each) == declared), max(lists, key=len, default=nn.ModuleList())
         )
         for number, layer in enumerate(layers):
             if number:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from numpy.typing import NDArray
 from pydantic import Field
+from starlette.types import Receive, Scope, Send
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.embedding import Embedded, EmbeddingJob
@@ -67,11 +68,13 @@ def embedding_routes(models: ModelRegistry, answerer: Answerer, metrics: Metrics
         except (ClientGone, asyncio.CancelledError):
             report.disconnected()
             raise
-        return await answerer.respond(
-            lambda: _answer(body, asked, found.rows),
+        held = _Held(found.rows)
+        answer = await answerer.respond(
+            lambda: _answer(body, asked, held),
             is_long=found.rows.size > _LONG_ANSWER_NUMBERS,
             headers={},
         )
+        return _Answer(answer, held)
 
     return router
 
@@ -125,15 +128,60 @@ class AskedEmbeddings:
         return AskedEmbeddings(body.model or model.name, _inputs(model, body.input), dimensions)
 
 
-def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, rows: NDArray[np.float32]) -> Json:
+class _Held:
+    """The embeddings of an answer, until it has been sent or its client has left."""
+
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        self.count = len(rows)
+        self._rows: NDArray[np.float32] | None = rows
+
+    def release(self) -> None:
+        self._rows = None
+
+    def encoded(self, index: int, dimensions: int, form: str) -> str | list[float] | None:
+        """Returns an embedding in the form of the answer. None: they are released."""
+        rows = self._rows  # another thread may release them
+        if rows is None:
+            return None
+        row = rows[index]
+        if dimensions < len(row):
+            row = row[:dimensions]
+            row = row / max(float(np.linalg.norm(row)), 1e-12)
+        return _encoded(row, form)
+
+
+class _Answer(Response):
+    """A response that releases its embeddings, whatever its end.
+
+    The tasks and exceptions of a client that leaves may hold the iterator of the body until the garbage is collected.
+    """
+
+    def __init__(self, inner: Response, held: _Held) -> None:
+        self.status_code = inner.status_code
+        self.raw_headers = inner.raw_headers
+        self.background = None
+        self._inner = inner
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._held.release()
+
+
+def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, held: _Held) -> Json:
     """Returns the body of an answer. It holds an iterator, which `json_pieces` encodes."""
 
+    # Without the inputs: the iterator lives until a slow client has read its answer.
+    dimensions, form = asked.dimensions, body.encoding_format
+
     def data() -> Iterator[Json]:
-        for index, row in enumerate(rows):
-            if asked.dimensions < len(row):
-                row = row[: asked.dimensions]
-                row = row / max(float(np.linalg.norm(row)), 1e-12)
-            yield {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+        for index in range(held.count):
+            encoded = held.encoded(index, dimensions, form)
+            if encoded is None:
+                return  # the client has left
+            yield {"object": "embedding", "index": index, "embedding": encoded}
 
     return {
         "object": "list",
