@@ -49,7 +49,7 @@ def test_chat_with_shared_prefix(output_of: Run) -> None:
 
 def test_streaming_asyncio(output_of: Run) -> None:
     told = output_of("streaming_asyncio.py")
-    assert "\ncancelled\n" in told
+    assert "cancelled" in told.splitlines()
     for name in ("first", "second"):
         *pieces, whole = [ast.literal_eval(text) for text in re.findall(rf"^{name}: (.*)$", told, re.M)]
         assert len(pieces) > 10
