@@ -3,9 +3,11 @@ where Triton is installed and there is no CUDA device. Temporary directories in 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ if importlib.util.find_spec("triton") is not None:
 _IN_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
 if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -327,13 +326,6 @@ def test_the_queue_is_bounded(engine: EmbeddingEngine) -> None:
     run(engine)
     assert all(job.done.done() for job in jobs)
     assert engine.stats().computed_tokens == 100 * len(jobs)
-
-
-@pytest.fixture
-def no_garbage_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_garbage_collector")

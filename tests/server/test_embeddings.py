@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import gc
 import json
 import logging
 import socket
@@ -416,13 +415,6 @@ def test_inputs_of_a_client_that_leaves_are_dropped(directory: Path) -> None:
         goes_on.set()
         wait_until(lambda: not model.engine.has_requests)
         assert model.engine.stats().steps == 1, "the rest of the inputs was not computed"
-
-
-@pytest.fixture
-def no_garbage_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_garbage_collector")

@@ -216,8 +216,10 @@ class BudgetShare:
         return self._retaining
 
     def observe_prompt(self, known_tokens: int, prompt_tokens: int) -> None:
-        """Learns how many tokens of a prompt were cached before, evicted since or not. The averages begin with as many
-        tokens as the first prompt has, all known."""
+        """Learns how many tokens of a prompt were cached before, evicted since or not.
+
+        The averages begin with as many tokens as the first prompt has, all known.
+        """
         if not self._prompt_tokens:
             self._prompt_tokens = self._known_tokens = float(prompt_tokens)
         self._known_tokens += _REUSE_GAIN * (known_tokens - self._known_tokens)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.device_thread import DeviceThread
-from rootstock.engine.stats import HUNG_AFTER_S, Health
+from rootstock.engine.stats import Health, why_not_alive
 from rootstock.errors import EmbeddingsFull, EngineStopped, QueueFull, RootstockError, StepFailed
 from rootstock.runtime.base import Embedder
 from rootstock.units import MIB
@@ -273,14 +273,11 @@ class EmbeddingEngine:
     def health(self) -> Health:
         """Reports whether the engine works. Does not wait for the engine's thread."""
         device, began = self._device, self._step_began
-        alive, detail = True, "ok"
-        if self._closed:
-            alive, detail = False, "stopped"
-        elif device is not None and not device.thread.is_alive():
-            alive, detail = False, "the engine's thread has died"
-        elif began is not None and self._clock() - began > HUNG_AFTER_S:
-            alive, detail = False, f"a forward has been running for {self._clock() - began:.0f} s"
-        return Health(alive, detail, len(self._running), len(self._waiting), self._counts.steps)
+        thread = None if device is None else device.thread
+        working_s = None if began is None else self._clock() - began
+        reason = why_not_alive(self._closed, thread, working_s, "a forward")
+        running, waiting = len(self._running), len(self._waiting)
+        return Health(reason is None, reason or "ok", running, waiting, self._counts.steps)
 
     # ---------------------------------------------------------------------- for the thread of the device
 

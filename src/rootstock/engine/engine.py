@@ -59,7 +59,7 @@ from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
-from rootstock.engine.stats import HUNG_AFTER_S, Cleared, EngineStats, Health
+from rootstock.engine.stats import Cleared, EngineStats, Health, why_not_alive
 from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
@@ -599,18 +599,12 @@ class Engine:
 
     def health(self) -> Health:
         """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
-        thread, began = self._thread, self._step_began
-        alive, detail = True, "ok"
-        if self._requests.closed:
-            alive, detail = False, "stopped"
-        elif thread is not None and not thread.is_alive():
-            alive, detail = False, "the engine's thread has died"
-        elif began is not None and self._clock() - began > HUNG_AFTER_S:
-            alive, detail = False, f"a step has been running for {self._clock() - began:.0f} s"
+        began = self._step_began
+        working_s = None if began is None else self._clock() - began
+        reason = why_not_alive(self._requests.closed, self._thread, working_s, "a step")
         running = self.scheduler.running
-        return Health(
-            alive, detail, running, max(0, len(self._requests) - running), self.steps.counters.steps
-        )
+        waiting = max(0, len(self._requests) - running)
+        return Health(reason is None, reason or "ok", running, waiting, self.steps.counters.steps)
 
     def call(self, function: Callable[[], T]) -> T:
         """Runs a function on the engine's thread between two steps, and returns its result."""

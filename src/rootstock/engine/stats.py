@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
@@ -19,6 +20,20 @@ class Health:
     running: int
     waiting: int
     steps: int
+
+
+def why_not_alive(
+    closed: bool, thread: threading.Thread | None, working_s: float | None, work: str
+) -> str | None:
+    """Returns why an engine does not work; None: it works. `working_s` is the time since its current step (`work`)
+    began; None: there is none."""
+    if closed:
+        return "stopped"
+    if thread is not None and not thread.is_alive():
+        return "the engine's thread has died"
+    if working_s is not None and working_s > HUNG_AFTER_S:
+        return f"{work} has been running for {working_s:.0f} s"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

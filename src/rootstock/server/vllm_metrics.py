@@ -64,11 +64,7 @@ def add_vllm_engine(
 
     # A request that waits for a load from a tier is not running in vLLM's words.
     deferred = phases[Phase.WAITING_FOR_PREFIX] + phases[Phase.LOADING]
-    gauge("num_requests_running", "Requests in the batch", running)
-    gauge("num_requests_waiting", "Requests that wait", queued + deferred)
-    reasons = {"capacity": queued, "deferred": deferred}
-    help = "Requests that wait, by reason"
-    families.gauges("vllm:num_requests_waiting_by_reason", help, "reason", reasons, labels)
+    _add_open_requests(families, running, queued, deferred, labels)
     live_bytes = sum(family.live_rows * family.row_bytes for family in cache.families)
     help = "Share of the KV cache that running requests use, from 0 to 1"
     gauge("kv_cache_usage_perc", help, live_bytes / cache.budget_bytes if cache.budget_bytes else 0.0)
@@ -99,12 +95,16 @@ def add_vllm_engine(
 
 def add_vllm_embeddings(families: Families, stats: EmbeddingStats, labels: Labels) -> None:
     """Adds what is measured per engine of an embedding model."""
-    families.gauge("vllm:num_requests_running", "Requests in the batch", stats.running, labels)
-    families.gauge("vllm:num_requests_waiting", "Requests that wait", stats.waiting, labels)
-    help = "Requests that wait, by reason"
-    reasons = {"capacity": stats.waiting, "deferred": 0}
-    families.gauges("vllm:num_requests_waiting_by_reason", help, "reason", reasons, labels)
+    _add_open_requests(families, stats.running, stats.waiting, 0, labels)
     families.counter("vllm:prompt_tokens", "Tokens of prompts", stats.computed_tokens, labels)
+
+
+def _add_open_requests(families: Families, running: int, queued: int, deferred: int, labels: Labels) -> None:
+    families.gauge("vllm:num_requests_running", "Requests in the batch", running, labels)
+    families.gauge("vllm:num_requests_waiting", "Requests that wait", queued + deferred, labels)
+    reasons = {"capacity": queued, "deferred": deferred}
+    help = "Requests that wait, by reason"
+    families.gauges("vllm:num_requests_waiting_by_reason", help, "reason", reasons, labels)
 
 
 def add_vllm_drafts(families: Families, counters: StepCounters, labels: Labels) -> None:

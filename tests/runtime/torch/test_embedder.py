@@ -151,7 +151,7 @@ def test_embeddings_of_qwen3_embedding_are_those_of_the_last_token(tmp_path: Pat
     assert [tokens[-1] for tokens in inputs] == [3] * len(TEXTS), "the token that ends a text"
     found = embedder.embed(inputs)
 
-    # As its authors compute them: padded on the left, the last position of each row.
+    # The authors' computation: padding on the left, and the last position of each row.
     model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     width = max(map(len, inputs))
     ids = torch.zeros((len(inputs), width), dtype=torch.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
+from rootstock.engine.activity import LiveRequest
 from rootstock.server.drain import Drain
 from rootstock.server.sessions import FREE_FAILURES
 from server.conftest import Served, assert_error, served_by_oracle, user
@@ -175,31 +176,41 @@ def test_tenants_of_the_file_of_keys_have_names(tmp_path: Path) -> None:
         assert {root["tenant"] for root in browser.tree()[0]["roots"]} == {"red", "new"}
 
 
+def ask_and_wait(served: Served) -> tuple[LiveRequest, Callable[[], int]]:
+    """Sends a request of the blue tenant. Returns it when the engine has it, and a wait for its HTTP status."""
+    statuses: list[int] = []
+
+    def run() -> None:
+        body = {"messages": user(LONG), "max_tokens": 50}
+        answer = served.client.post("/v1/chat/completions", json=body, headers={"x-api-key": BLUE})
+        statuses.append(answer.status_code)
+
+    def answered() -> int:
+        thread.join()
+        (status,) = statuses
+        return status
+
+    thread = Thread(target=run)
+    thread.start()
+    engine = served.assembly.engine
+    wait_until(lambda: bool(engine.requests()))
+    (running,) = engine.requests()
+    return running, answered
+
+
 def test_a_tenant_stops_its_own_requests_alone() -> None:
     held = Held(free_forwards=1)
     with served_by_oracle(EngineConfig(), SERVER, fault=held) as served:
-        answers: list[int] = []
-
-        def run() -> None:
-            body = {"messages": user(LONG), "max_tokens": 50}
-            response = served.client.post("/v1/chat/completions", json=body, headers={"x-api-key": BLUE})
-            answers.append(response.status_code)
-
-        thread = Thread(target=run)
-        thread.start()
-        engine = served.assembly.engine
-        wait_until(lambda: bool(engine.requests()))
-        (running,) = engine.requests()
+        running, answered = ask_and_wait(served)
         red, blue = Browser(served.url), Browser(served.url)
         red.log_in(RED)
         blue.log_in(BLUE)
         for id in (running.id, "x" * 3000):
             assert red.post(f"/dashboard/requests/{id}/stop").json()["gone"] is True
-        assert engine.requests()
+        assert served.assembly.engine.requests()
         assert blue.post(f"/dashboard/requests/{running.id}/stop").json() == {"stopped": running.id}
         held.let_go()
-        thread.join()
-        assert answers == [503]
+        assert answered() == 503
         assert blue.sections("requests")["requests"][running.id]["outcome"] == "aborted"
         served.settled()
 
@@ -281,18 +292,7 @@ def test_a_pin_that_is_not_granted_tells_why() -> None:
 def test_requests_are_stopped_and_sessions_end_while_the_server_drains() -> None:
     drain, held = Drain(), Held(free_forwards=1)
     with served_by_oracle(server=SERVER, fault=held, drain=drain) as served:
-        statuses: list[int] = []
-
-        def run() -> None:
-            body = {"messages": user(LONG), "max_tokens": 50}
-            answer = served.client.post("/v1/chat/completions", json=body, headers={"x-api-key": BLUE})
-            statuses.append(answer.status_code)
-
-        thread = Thread(target=run)
-        thread.start()
-        engine = served.assembly.engine
-        wait_until(lambda: bool(engine.requests()))
-        (running,) = engine.requests()
+        running, answered = ask_and_wait(served)
         blue = Browser(served.url)
         blue.log_in(BLUE)
         asyncio.run(drain.run())
@@ -301,8 +301,7 @@ def test_requests_are_stopped_and_sessions_end_while_the_server_drains() -> None
         assert_error(late, 503, "draining")
         assert blue.post(f"/dashboard/requests/{running.id}/stop").json() == {"stopped": running.id}
         held.let_go()
-        thread.join()
-        assert statuses == [503]
+        assert answered() == 503
         assert blue.post("/dashboard/logout").status_code == 200
         assert blue.get("/dashboard/session").json()["login"] is True
         served.settled()
