@@ -34,7 +34,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.request import Request
 from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import runner
-from rootstock.runtime.torch.self_check import largest_difference
+from rootstock.runtime.trial import largest_difference
 
 BLOCK_SIZE = 32
 # About 1.1 billion parameters, in the shapes of Llama 3.2 1B.

@@ -47,7 +47,8 @@ from rootstock.kernels.quantized_rows import RoundedRows, rounded
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention
 from rootstock.runtime.base import Batch, Logits, Segment
-from rootstock.runtime.torch.self_check import dense_logits, own_attention, relative_error
+from rootstock.runtime.torch.self_check import dense_logits, own_attention
+from rootstock.runtime.trial import relative_error
 
 SHOW = "D7"
 WEIGHTS = ("int8", "int4")

@@ -17,6 +17,7 @@ _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _UNITS |= {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
+RUNTIMES = ("auto", "torch", "mlx")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
 KV_DTYPES = ("auto", "int8")
@@ -221,8 +222,10 @@ class ModelConfig:
     attention: str = "auto"  # kernel of decodes on a CPU; auto: Numba's where Numba can be imported
     memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
     adapters: tuple[AdapterConfig, ...] = ()
+    runtime: str = "auto"  # library that computes the model; auto: MLX on Apple Silicon, torch elsewhere
 
     def __post_init__(self) -> None:
+        _refuse_unless_in(RUNTIMES, "--runtime", self.runtime)
         _refuse_unless_in(DEVICES, "--device", self.device)
         _refuse_unless_in(DTYPES, "--dtype", self.dtype)
         _refuse_unless_in(STATE_DTYPES, "--state-dtype", self.state_dtype)

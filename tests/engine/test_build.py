@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rootstock.config import CacheConfig, EngineConfig
-from rootstock.engine import kv_budget as module
 from rootstock.engine.build import assemble
-from rootstock.engine.kv_budget import HOST_SHARE, auto_budget_bytes
+from rootstock.engine.kv_budget import FREE_SHARES, auto_budget_bytes
 from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
 from rootstock.errors import BudgetTooSmall
 from rootstock.runtime.host_memory import free_host_bytes
@@ -19,14 +18,18 @@ TOKEN_BYTES = FakeRuntime().description.families[0].bytes_per_token
 
 
 def test_the_budget_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "free_host_bytes", lambda: 1_000_000)
-    assert auto_budget_bytes(FakeRuntime().description, EngineConfig()) == HOST_SHARE * 1_000_000
+    runtime = FakeRuntime()
+    monkeypatch.setattr(runtime, "free_bytes", lambda: 1_000_000)
+    assert auto_budget_bytes(runtime, EngineConfig()) == FREE_SHARES["host"] * 1_000_000
+    runtime.description = replace(runtime.description, memory="device")
+    assert auto_budget_bytes(runtime, EngineConfig()) == FREE_SHARES["device"] * 1_000_000
 
 
 def test_the_budget_is_no_more_than_the_batch_can_use() -> None:
-    described = replace(FakeRuntime().description, context_limit=100)
-    assert auto_budget_bytes(described, EngineConfig(max_batch=4)) == 4 * 100 * TOKEN_BYTES
-    assert auto_budget_bytes(described, EngineConfig(max_batch=4, context_limit=50)) == 4 * 50 * TOKEN_BYTES
+    runtime = FakeRuntime()
+    runtime.description = replace(runtime.description, context_limit=100)
+    assert auto_budget_bytes(runtime, EngineConfig(max_batch=4)) == 4 * 100 * TOKEN_BYTES
+    assert auto_budget_bytes(runtime, EngineConfig(max_batch=4, context_limit=50)) == 4 * 50 * TOKEN_BYTES
 
 
 def test_free_memory_is_known_and_is_not_all_there_is() -> None:

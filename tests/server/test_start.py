@@ -180,7 +180,7 @@ def test_links_and_folders_in_the_place_of_files_are_refused_or_skipped(refused:
     (copy / "loop.py").symlink_to(copy / "loop.py")
     (copy / "folder.py").mkdir()
     files = weight_files("m", copy)
-    from rootstock.runtime.torch.weights import fingerprint
+    from rootstock.runtime.model_files import fingerprint
 
     assert fingerprint(copy, files, "LlamaForCausalLM", lambda stage, done: None)
     for make in (Path.mkdir, os.mkfifo):

@@ -385,8 +385,7 @@ def check_model(
     with LoadProgress() as progress:
         directory = locate(model, with_code=trust_remote_code, progress=progress)
 
-        from rootstock.runtime.torch.embedder import load_embedder
-        from rootstock.runtime.torch.runner import load_model
+        from rootstock.runtime.select import load_embedder, load_model
         from rootstock.server.model_card import table_of, table_of_embedder
 
         if is_embedding_model(directory):

@@ -23,11 +23,13 @@ from rootstock.errors import InvalidOption
 from rootstock.runtime.adapter_files import ADAPTER_WEIGHTS
 from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
+from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import locate, weight_files
 from rootstock.units import in_units
 
 if TYPE_CHECKING:
-    from rootstock.server.model_slots import ModelSlot
+    from rootstock.runtime.select import device_memory, load_embedder
+from rootstock.server.model_slots import ModelSlot
 
 Report = Callable[[str, float], None]
 
@@ -43,8 +45,9 @@ def shared_budget(models: Sequence[ServedModelConfig], cache: CacheConfig, repor
     later = [
         _weight_bytes(one, report) for one in models if one.load != "start" and Path(one.model.model).is_dir()
     ]
-    devices = {one.model.device for one in models}
-    return SharedBudget(auto_shared_bytes(devices, sum(start) + max(later, default=0)))
+    memories = [device_memory(one.model) for one in models]
+    memory = next((each for each in memories if each.kind != "host"), memories[0])
+    return SharedBudget(auto_shared_bytes(memory, sum(start) + max(later, default=0)))
 
 
 def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
@@ -101,12 +104,8 @@ def _load_embedder(
     one: ServedModelConfig, directory: Path, budget: SharedBudget, *, generates: bool
 ) -> Embedder:
     """Return an embedding model, whose weights fit beside the memory that caches on a CPU may still take."""
-    from rootstock.runtime.torch.embedder import load_embedder
-    from rootstock.runtime.torch.memory_fit import Demands
-    from rootstock.runtime.torch.runner import resolve_device
-
     left = 0
-    if generates and resolve_device(one.model.device).type == "cpu":  # a GPU has allocated its pools
+    if generates and device_memory(one.model).kind == "host":  # others have allocated their pools
         left = max(0, budget.budget_bytes - budget.backed_bytes)
     return load_embedder(one.model, directory, Demands(pool_bytes=left))
 

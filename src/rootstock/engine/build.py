@@ -17,7 +17,9 @@ from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import check_configs, locate, weight_files
+from rootstock.runtime.select import check_architecture, leave_to_engine_thread, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ def assemble(
     share = None
     if cache.budget_bytes is not None:
         budget = cache.budget_bytes
-    elif shared is not None and described.device != "cpu":
+    elif shared is not None and described.memory != "host":
         budget = int(shared.budget_bytes * cache.device_share)
     elif shared is not None:
         budget, share = shared.budget_bytes, shared.join()
     else:
-        budget = auto_budget_bytes(described, engine, beside_bytes)
+        budget = auto_budget_bytes(runtime, engine, beside_bytes)
     try:
         return _assembled(runtime, tokenizer, cache, engine, tier, budget, share)
     except BaseException:
@@ -79,7 +81,7 @@ def _assembled(
     share: BudgetShare | None,
 ) -> Assembly:
     described = runtime.description
-    rows = None if described.device == "cpu" else divided_rows(described.families, budget, cache.block_size)
+    rows = None if described.memory == "host" else divided_rows(described.families, budget, cache.block_size)
     kv = KVCache(
         described.families,
         budget,
@@ -120,20 +122,14 @@ def build_engine(
 
     `chat_template` replaces the model's own. `progress` is called with a stage and its done share, from 0 to 1.
     `directory` is the result of `locate`, if it was called already. `shared` is the budget of several models. Takes
-    seconds to minutes and imports torch.
+    seconds to minutes and imports the runtime's library.
     """
     report = progress or (lambda stage, done: None)
     directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
     # Reports broken files before torch is imported, and a missing tokenizer before minutes of loading weights.
     check_configs(model.model, directory)
     weight_files(model.model, directory)
-
-    from rootstock.kernels.cpu.threads import end_team
-    from rootstock.runtime.torch.memory_fit import Demands
-    from rootstock.runtime.torch.runner import load_model
-    from rootstock.runtime.torch.weights import read_config
-
-    read_config(model.model, directory, trust_remote_code=model.trust_remote_code)
+    check_architecture(model, directory)
     tokenizer = HFTokenizer.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     demands = Demands(
         pool_bytes=_pool_bytes(cache, shared),
@@ -151,7 +147,7 @@ def build_engine(
         made.engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
     for adapter in model.adapters:
         made.engine.load_adapter(adapter.name, adapter.path)
-    end_team()  # from here on only the engine's thread computes
+    leave_to_engine_thread(model)
     return made
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
 from rootstock.config import EngineConfig
-from rootstock.runtime.base import ModelDescription
-from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.runtime.base import DeviceMemory, ModelDescription, PoolMemory, Runtime
 
 # Shares of the memory that is free once the model is loaded. On a CPU half is left to activations, other programs and
-# the file cache. On a GPU only activations and fragmentation need some.
-HOST_SHARE = 0.5
-DEVICE_SHARE = 0.85
+# the file cache. On a GPU only activations and fragmentation need some. Unified memory is a part of main memory that
+# the system grants to the GPU, and other programs have the rest.
+FREE_SHARES: dict[PoolMemory, float] = {"host": 0.5, "device": 0.85, "unified": 0.7}
 
 _LEAST_FREE_SHARE = (
     0.1  # of the free memory is left by the weights, for an automatic budget of several models
@@ -25,18 +24,13 @@ USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic bud
 FIXED_SHARE = 0.5
 
 
-def auto_budget_bytes(description: ModelDescription, engine: EngineConfig, beside_bytes: int = 0) -> int:
+def auto_budget_bytes(runtime: Runtime, engine: EngineConfig, beside_bytes: int = 0) -> int:
     """Returns a share of the free memory, capped at the need of `max_batch` requests of the longest context.
 
     `beside_bytes` of the free memory are taken later.
     """
-    if description.device.startswith("cuda"):
-        import torch
-
-        free, part = torch.cuda.mem_get_info()[0], DEVICE_SHARE
-    else:
-        free, part = free_host_bytes(), HOST_SHARE
-    share = part * max(0, free - beside_bytes)
+    description = runtime.description
+    share = FREE_SHARES[description.memory] * max(0, runtime.free_bytes() - beside_bytes)
     longest = min(description.context_limit, engine.context_limit or description.context_limit)
     # A request leaves a few checkpoints besides the rows of its positions.
     per_request = sum(
@@ -48,17 +42,10 @@ def auto_budget_bytes(description: ModelDescription, engine: EngineConfig, besid
     return int(min(share, engine.max_batch * per_request))
 
 
-def auto_shared_bytes(devices: Set[str], weight_bytes: int) -> int:
+def auto_shared_bytes(memory: DeviceMemory, weight_bytes: int) -> int:
     """Returns a share of the memory that is free beside the weights of several models, before they are loaded."""
-    if devices <= {"cpu"}:
-        free, share = free_host_bytes(), HOST_SHARE
-    else:
-        import torch
-
-        on_gpu = torch.cuda.is_available()
-        free = torch.cuda.mem_get_info()[0] if on_gpu else free_host_bytes()
-        share = DEVICE_SHARE if on_gpu else HOST_SHARE
-    return int(share * max(free - weight_bytes, free * _LEAST_FREE_SHARE))
+    free = memory.free_bytes
+    return int(FREE_SHARES[memory.kind] * max(free - weight_bytes, free * _LEAST_FREE_SHARE))
 
 
 def adapter_bytes(description: ModelDescription, weights: int) -> int:

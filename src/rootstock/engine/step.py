@@ -25,7 +25,7 @@ from rootstock.engine.stats import PromptTokens, StepCounters
 from rootstock.engine.tiers.connector import TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tiers.loads import PrefixLoads
-from rootstock.errors import EngineFault, RootstockError, StepFailed
+from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
 
 log = logging.getLogger(__name__)
@@ -162,6 +162,8 @@ class StepRunner:
                 self._cache.share.settle_others()
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
+        except PoolsLost:
+            raise  # other sequences' rows are lost, too
         except Exception as error:
             ids = [item.sequence.request.http_id or item.sequence.request.id for item in plan.scheduled]
             told = ", ".join(ids[:LOGGED_IDS]) + (", …" if len(ids) > LOGGED_IDS else "")

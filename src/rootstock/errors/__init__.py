@@ -57,6 +57,7 @@
     ├── InternalError                   500  a bug in the server's own code
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: only the requests of that step fail
+    │   ├── PoolsLost                   500  a forward raised and left the pools unusable
     │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
     │   ├── OutOfBlocks                 500  a request needs more blocks than the pool has, alone
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
@@ -94,6 +95,7 @@ from rootstock.errors.engine import (
     InternalError,
     LLMClosed,
     OutOfBlocks,
+    PoolsLost,
     ResponseStoreFailed,
     SamplingFailed,
     StepFailed,
@@ -244,6 +246,7 @@ __all__ = [
     "Overloaded",
     "PinNotFound",
     "PinNotGranted",
+    "PoolsLost",
     "PrefixNotCached",
     "PreviousResponseNotFound",
     "PromptTextTooLong",

@@ -27,6 +27,15 @@ class StepFailed(EngineError):
         self.cause = cause
 
 
+class PoolsLost(EngineError):
+    """Error: a forward failed and took the content of the pools with it. The cache must be emptied."""
+
+    code = "pools_lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The KV cache was lost in a failed forward: {reason}.")
+
+
 class EngineFault(EngineError):
     code = "engine_fault"
 

@@ -22,8 +22,22 @@ Logits = NDArray[np.float32]  # [rows, vocab]
 ExecutionMode = Literal[
     "packed",  # one forward a step, for all sequences
     "packed, token-wise mixers",  # packed, but recurrent layers continue a stored state one token at a time
+    "batched",  # one forward for all sequences with equally many rows; attention reads the pools
+    "batched, gathered K and V",  # the same, but the model's own attention reads dense copies of K and V
     "one sequence per forward",
 ]
+
+# Memory of the pools. "host": main memory, taken from the system when a row is first written. "device": an
+# accelerator's own, taken at once. "unified": main memory that an accelerator uses, too, taken at once.
+PoolMemory = Literal["host", "device", "unified"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory in which a runtime makes its pools."""
+
+    kind: PoolMemory
+    free_bytes: int  # that pools and weights can still take
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,8 @@ class ModelDescription:
     quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
     # Identifies the byte layout of rows and the code that makes them; a tier must not mix two.
     layout: str = ""
+    runtime: str = "torch"  # "torch" | "mlx"
+    memory: PoolMemory = "host"
 
     def namespace(self) -> Namespace:
         """Returns the cache namespace of this model, without a salt."""
@@ -100,6 +116,10 @@ class Runtime(Protocol):
     @property
     def description(self) -> ModelDescription: ...
 
+    def free_bytes(self) -> int:
+        """Returns the bytes that pools can still take, once the weights are loaded."""
+        ...
+
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         """Makes the pools: for families[i], rows[i] blocks of `block_size` positions, or rows[i] slots of states.
 
@@ -140,7 +160,10 @@ class Runtime(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Logits:
-        """Runs one packed forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position."""
+        """Runs one forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position.
+
+        Raises PoolsLost if the content of the pools can no longer be trusted, also for other sequences.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from rootstock.errors import InvalidOption
+from rootstock.runtime.base import PoolMemory
 from rootstock.units import in_units
 
 
@@ -35,8 +36,9 @@ def _system_free_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def refuse_host_tier(budget_bytes: int, device: str) -> None:
+def refuse_host_tier(budget_bytes: int, memory: PoolMemory) -> None:
     """Raises InvalidOption for a host tier below a pool that is in main memory itself."""
-    if budget_bytes and device == "cpu":
-        remedy = "omitted on a CPU, where the cache is in RAM: see --kv-budget"
+    if budget_bytes and memory != "device":
+        where = "a CPU" if memory == "host" else "unified memory"
+        remedy = f"omitted on {where}, where the cache is in RAM: see --kv-budget"
         raise InvalidOption("--host-budget", in_units(budget_bytes), remedy)

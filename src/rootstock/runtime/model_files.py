@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMissing, shown
@@ -33,6 +34,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 256 << 20
 _MAX_LAYERS = 10_000  # transformers builds a module for each layer before it reads the weights
 _MAX_EOS_TOKENS = 1000
+_HASH_CHUNK_BYTES = 16 << 20
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
@@ -119,6 +121,12 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
         raise ModelPathNotFound(model, detail) from error
     progress("download", 1.0)
     return directory
+
+
+def public_name(model: str) -> str:
+    """Returns the name for clients: a directory's own name without its path, or the Hub name."""
+    directory = Path(model)
+    return directory.resolve().name if directory.is_dir() else model
 
 
 # ---- JSON
@@ -257,6 +265,28 @@ def _named_weights(model: str, directory: Path) -> list[str]:
                 model, _INDEX, f"{shown(name)} does not name a safetensors file in the model's directory"
             )
     return sorted(names)
+
+
+def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
+    """Computes the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
+
+    Processes exchange cached K and V under this name, so every byte counts. Hashing runs at the disk's speed, and
+    the bytes are in the page cache when they are loaded next.
+    """
+    digest = xxhash.xxh3_128(architecture.encode())
+    code = (path for path in directory.glob("*.py") if path.is_file())
+    named = [directory / CONFIG, *sorted(code), *files]
+    total = sum(file.stat().st_size for file in named)
+    done = 0
+    buffer = bytearray(_HASH_CHUNK_BYTES)
+    for file in named:
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                done += count
+                progress("hash", done / total)
+    return digest.hexdigest()
 
 
 def first_line(error: object) -> str:

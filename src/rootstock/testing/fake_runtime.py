@@ -29,6 +29,7 @@ from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturn
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
+from rootstock.runtime.host_memory import free_host_bytes
 
 Hashes = NDArray[np.uint64]
 
@@ -163,6 +164,9 @@ class FakeRuntime:
         self.returned_rows = 0
         self.adapters: set[str] = set()
         self._has_states = any(isinstance(family, RecurrentState) for family in families)
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         families = self.description.families

@@ -24,9 +24,9 @@ from rootstock.errors import (
     ModelUnsupported,
 )
 from rootstock.runtime.embedding_files import Pooling, is_embedding_model, read_embedding_files
+from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.torch import memory_fit
 from rootstock.runtime.torch.embedder import TorchEmbedder, load_embedder
-from rootstock.runtime.torch.memory_fit import Demands
 
 TEXTS = ["abc", "a", "the quick brown fox jumps", "xyz." * 9, "b c d", "a" * 40]
 

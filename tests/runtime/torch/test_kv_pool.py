@@ -26,8 +26,8 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
-from rootstock.runtime.torch.self_check import relative_error
 from rootstock.runtime.torch.state_pool import StateCache, StateKey, StatePool, StateShape
+from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
 from twins.driving import allocate, load, packed_logits, random_tokens
 

@@ -19,7 +19,7 @@ from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.errors import InvalidOption
 from rootstock.kernels.quantized_rows import RoundedRows
 from rootstock.runtime.torch.runner import TorchRuntime
-from rootstock.runtime.torch.self_check import relative_error
+from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
 from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
 

@@ -24,6 +24,7 @@ from rootstock.errors import SelfCheckFailed
 from rootstock.kernels.api import Scores
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch import gathered_attention, sliced_attention
+from rootstock.runtime import trial
 from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
 from rootstock.runtime.torch.inspect import mask_pattern
 from twins.driving import load
@@ -275,7 +276,7 @@ def test_noise_is_that_of_one_rounding(llama: Path) -> None:
     tokens = np.arange(3, 40, dtype=np.int32)
 
     def noise(dtype: str) -> float:
-        return self_check.noise(model, tokens, dtype, self_check.relative_error)
+        return self_check.noise(model, tokens, dtype, trial.relative_error)
 
     with self_check.own_attention(model):
         coarse, fine = noise("bfloat16"), noise("float16")
@@ -289,7 +290,7 @@ def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
 ) -> None:
     """In float32, noise is measured only if the difference exceeds the tolerance."""
     save(tmp_path, "minimax")
-    monkeypatch.setattr(self_check, "_FLOAT32_TOLERANCE", 1e-4)
+    monkeypatch.setattr(trial, "_FLOAT32_TOLERANCE", 1e-4)
     asked = []
     noise = self_check.noise
     monkeypatch.setattr(self_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])

@@ -25,7 +25,7 @@ from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.work import ChunkPace
 from rootstock.engine.tiers.connector import LoadInFlight, TierConnector
-from rootstock.errors import EngineStopped, IdleWorkFull
+from rootstock.errors import EngineStopped, IdleWorkFull, PoolsLost
 from rootstock.runtime.base import Batch, Runtime, Segment
 from rootstock.tiers.reader import LoadEnded
 
@@ -315,6 +315,8 @@ class IdlePrefills:
             # A row of logits makes the forward's time that of its computation, also on devices that run behind.
             segment = Segment(tokens, past, lease.tables, 1, lease.slot, adapter=job.prefill.adapter)
             logits = self._runtime.forward(Batch([segment]))
+        except PoolsLost:
+            raise
         except Exception:
             log.exception("idle work failed: a prompt of %d tokens is not cached", len(job.prefill.tokens))
             self._finish(computing, ReleaseReason.FAILED, IdleEnd.FAILED)

@@ -31,7 +31,7 @@ LINGER_S = 0.05  # delay of a sync, so that one sync serves the stores of severa
 def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
     """Returns the cache's index of stored records, or None without tiers. Raises InvalidOption."""
     described = runtime.description
-    refuse_host_tier(tier.host_budget_bytes, described.device)
+    refuse_host_tier(tier.host_budget_bytes, described.memory)
     if tier.disk_dir is None and not tier.host_budget_bytes:
         return None
     if tier.disk_dir is not None:

@@ -34,8 +34,8 @@ from rootstock.runtime.torch.fallback import Served
 from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepCache
-from rootstock.runtime.torch.self_check import largest_difference
 from rootstock.runtime.torch.step_cache import PackedCache
+from rootstock.runtime.trial import largest_difference
 
 _log = logging.getLogger(__name__)
 

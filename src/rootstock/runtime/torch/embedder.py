@@ -30,10 +30,11 @@ from rootstock.errors import (
 from rootstock.kernels.cpu.threads import end_team
 from rootstock.runtime.base import EmbedderDescription
 from rootstock.runtime.embedding_files import EmbeddingFiles, Pooling, read_embedding_files
-from rootstock.runtime.model_files import first_line, stored_tensors, weight_files
+from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.model_files import first_line, public_name, stored_tensors, weight_files
 from rootstock.runtime.torch.inspect.config import text_config
-from rootstock.runtime.torch.memory_fit import Demands, refuse_too_large, weight_bytes
-from rootstock.runtime.torch.runner import public_name, resolve_device, resolve_dtype
+from rootstock.runtime.torch.memory_fit import refuse_too_large, weight_bytes
+from rootstock.runtime.torch.runner import resolve_device, resolve_dtype
 from rootstock.runtime.torch.weights import empty_model, quiet, read_config
 
 _LEAST_POSITIONS = 16_384  # of a model that declares no limit

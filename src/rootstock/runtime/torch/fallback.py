@@ -30,7 +30,8 @@ from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.recurrent_mixers import refuse_forgetful_mixers
 from rootstock.runtime.torch.inspect.survey import Surveyed
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
-from rootstock.runtime.torch.self_check import Disagreement, self_check, use_attention
+from rootstock.runtime.torch.self_check import self_check, use_attention
+from rootstock.runtime.trial import Disagreement
 
 _log = logging.getLogger(__name__)
 

@@ -1,19 +1,16 @@
-"""Checks that a model fits: its weights into the free memory, and the requested context into the model's own.
-
-They need only the files' headers and the configuration, so they run before loading, which takes minutes.
-"""
+"""Checks that a model's weights fit into the free memory. They need only the files' headers and the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from rootstock.errors import AdapterUnusable, InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.errors import AdapterUnusable, ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.runtime.memory_fit import Demands, WeightBytes, refuse_beyond
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
 
@@ -32,25 +29,6 @@ _ELEMENT_BITS |= {
     "U64": 64,
 }
 _ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the lower bound of a weight's size
-
-
-@dataclass(frozen=True, slots=True)
-class Demands:
-    """Memory and context that the options ask for, checked before the weights are read."""
-
-    pool_bytes: int = 0  # KV cache on the model's device; 0: it takes the memory that is left
-    host_bytes: int = 0  # host tier in main memory, beside an accelerator
-    context_limit: int | None = None
-    adapter_weights: int = 0  # numbers in the tensors of LoRA adapters that are loaded with the model
-
-
-@dataclass(frozen=True, slots=True)
-class WeightBytes:
-    """Lower bound of the memory of a model's weights."""
-
-    resident: int  # after loading, without adapters
-    converted: int  # private copies during loading: tensors of another dtype; the others stay mapped files
-    adapters: int = 0  # of LoRA adapters, which are loaded last and never quantized
 
 
 def weight_bytes(
@@ -93,23 +71,13 @@ def refuse_too_large(
     if device.type != "cuda":
         if converted > free_host:  # all weights are loaded before the first is quantized
             raise ModelTooLarge(model, converted, dtype, free_host, "main memory")
-        _refuse(model, resident, words, "--kv-budget", demands.pool_bytes, free_host, "main memory")
+        refuse_beyond(model, resident, words, "--kv-budget", demands.pool_bytes, free_host, "main memory")
         return
     free_device = torch.cuda.mem_get_info(device)[0]
-    _refuse(model, resident, words, "--kv-budget", demands.pool_bytes, free_device, f"memory of {device}")
-    _refuse(model, converted, dtype, "--host-budget", demands.host_bytes, free_host, "main memory")
-
-
-def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free: int, memory: str) -> None:
-    if weights > free:
-        raise ModelTooLarge(model, weights, dtype, free, memory)
-    if weights + beside > free:
-        raise MemoryLacks(
-            option,
-            in_units(beside),
-            f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "
-            f"{in_units(weights)} (--no-memory-check serves all the same)",
-        )
+    refuse_beyond(
+        model, resident, words, "--kv-budget", demands.pool_bytes, free_device, f"memory of {device}"
+    )
+    refuse_beyond(model, converted, dtype, "--host-budget", demands.host_bytes, free_host, "main memory")
 
 
 def refuse_large_adapter(source: AdapterSource, dtype: torch.dtype, device: torch.device) -> None:
@@ -125,15 +93,4 @@ def refuse_large_adapter(source: AdapterSource, dtype: torch.dtype, device: torc
             source.name,
             f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
             "(a server with --no-memory-check loads it all the same)",
-        )
-
-
-def refuse_longer_context(asked: int | None, limit: int) -> None:
-    """Raises InvalidOption for more context than the model was made for."""
-    if asked is not None and asked > limit:
-        raise InvalidOption(
-            "--context-limit",
-            f"{asked:,}",
-            f"at most {limit:,}, which the model's config.json allows. For more, set the values of its authors "
-            "(max_position_embeddings, and rope_parameters for RoPE scaling)",
         )

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from rootstock.errors import InvalidOption
 from rootstock.kernels.torch.linear import Linear, Plain, Prepacked, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
-from rootstock.runtime.torch.self_check import relative_error
+from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
     from rootstock.kernels.torch.quantized_linear import DequantizeScratch, Rounding

@@ -22,9 +22,25 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.adapter_files import AdapterSource
-from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
-from rootstock.runtime.host_memory import refuse_host_tier
-from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
+from rootstock.runtime.base import (
+    Batch,
+    DeviceMemory,
+    LoadedAdapter,
+    Logits,
+    ModelDescription,
+    PoolMemory,
+    Segment,
+)
+from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
+from rootstock.runtime.memory_fit import Demands, refuse_longer_context
+from rootstock.runtime.model_files import (
+    Progress,
+    fingerprint,
+    locate,
+    public_name,
+    stored_tensors,
+    weight_files,
+)
 from rootstock.runtime.torch.adapters.adapters import Adapters
 from rootstock.runtime.torch.adapters.rows import AdapterRows
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
@@ -36,18 +52,12 @@ from rootstock.runtime.torch.inspect.layout import Layout
 from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
-from rootstock.runtime.torch.memory_fit import (
-    Demands,
-    refuse_large_adapter,
-    refuse_longer_context,
-    refuse_too_large,
-    weight_bytes,
-)
+from rootstock.runtime.torch.memory_fit import refuse_large_adapter, refuse_too_large, weight_bytes
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
-from rootstock.runtime.torch.weights import empty_model, fingerprint, read_config, read_weights
+from rootstock.runtime.torch.weights import empty_model, read_config, read_weights
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +94,7 @@ def load_model(
     if config.kv_dtype == "int8" and device.type != "cpu":
         remedy = f"auto on {device.type}: K and V are quantized on CPUs only (--device cpu)"
         raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
-    refuse_host_tier(demands.host_bytes, device.type)
+    refuse_host_tier(demands.host_bytes, _memory_kind(device))
     directory = directory or locate(name, with_code=trusted, progress=report)
     files = weight_files(name, directory)
     declared = read_config(name, directory, trust_remote_code=trusted)
@@ -133,6 +143,7 @@ def load_model(
             eos_token_ids=_eos_token_ids(model),
             quantize=config.quantize,
             layout=_layout_name(layout),
+            memory=_memory_kind(device),
         )
 
     served = choose_mode(
@@ -255,6 +266,9 @@ class TorchRuntime:
     @property
     def description(self) -> ModelDescription:
         return self._description
+
+    def free_bytes(self) -> int:
+        return _free_bytes(self._device)
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         assert self._pool is None, "the pools are made once"
@@ -400,6 +414,26 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
+def device_memory(asked: str) -> DeviceMemory:
+    """Returns the memory of the device for --device. Raises InvalidOption."""
+    device = resolve_device(asked)
+    return DeviceMemory(_memory_kind(device), _free_bytes(device))
+
+
+def _memory_kind(device: torch.device) -> PoolMemory:
+    match device.type:
+        case "cpu":
+            return "host"
+        case "mps":
+            return "unified"
+        case _:
+            return "device"
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
 def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
     """Returns the dtype for --dtype; "auto" is the smallest that the device computes natively."""
     if asked != "auto":
@@ -414,12 +448,6 @@ def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
             # Without native support bfloat16 is emulated, several times slower than float32.
             native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
             return torch.bfloat16 if native else torch.float32
-
-
-def public_name(model: str) -> str:
-    """Returns the name for clients: a directory's own name without its path, or the Hub name."""
-    directory = Path(model)
-    return directory.resolve().name if directory.is_dir() else model
 
 
 def _name_of(dtype: torch.dtype) -> str:

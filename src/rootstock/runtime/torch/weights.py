@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -17,35 +16,11 @@ from rootstock.errors import ModelFileInvalid, ModelUnsupported, ModelWeightsMis
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
-    Progress,
     check_configs,
     first_line,
 )
 
-_HASH_CHUNK_BYTES = 16 << 20
 _MAX_DETAIL_CHARS = 300  # of transformers' messages
-
-
-def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
-    """Computes the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
-
-    Processes exchange cached K and V under this name, so every byte counts. Hashing runs at the disk's speed, and
-    the bytes are in the page cache when they are loaded next.
-    """
-    digest = xxhash.xxh3_128(architecture.encode())
-    code = (path for path in directory.glob("*.py") if path.is_file())
-    named = [directory / CONFIG, *sorted(code), *files]
-    total = sum(file.stat().st_size for file in named)
-    done = 0
-    buffer = bytearray(_HASH_CHUNK_BYTES)
-    for file in named:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-                done += count
-                progress("hash", done / total)
-    return digest.hexdigest()
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:

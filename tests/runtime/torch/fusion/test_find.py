@@ -23,9 +23,10 @@ from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, F
 from rootstock.runtime.torch.inspect.attention_probe import probe_packed
 from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.survey import survey
-from rootstock.runtime.torch.self_check import own_attention, relative_error
+from rootstock.runtime.torch.self_check import own_attention
 from rootstock.runtime.torch.step_cache import PackedCache
 from rootstock.runtime.torch.weights import read_weights
+from rootstock.runtime.trial import relative_error
 from twins.architectures import VOCAB
 from twins.driving import allocate, load, packed_logits, random_tokens
 
