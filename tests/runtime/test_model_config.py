@@ -53,7 +53,7 @@ def test_a_library_with_fixed_frequencies_has_no_limit_for_them() -> None:
 
 @pytest.mark.parametrize("limit", [-1, "4096", True, [512], float("nan"), float("inf"), 1 << 62])
 def test_a_limit_that_is_no_number_of_positions(limit: object) -> None:
-    with pytest.raises(ValueError, match="max_position_embeddings is .*, but must be a number of positions"):
+    with pytest.raises(ValueError, match=r"max_position_embeddings is .*, but must be a number of positions"):
         context_limit({"max_position_embeddings": limit})
 
 
