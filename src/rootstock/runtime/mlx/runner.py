@@ -133,7 +133,7 @@ class MlxRuntime:
             kept = [shape.dtype for shapes in layout.states.values() for shape in shapes if shape is not None]
         else:
             its = [shape for shape in layout.layers.values() if shape.family == family]
-            kept = [shape.dtype for shape in its for _ in shape.widths]
+            kept = [dtype for shape in its for _, dtype in shape.tensors]
         return [dtype_name(dtype) for dtype in kept]
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
