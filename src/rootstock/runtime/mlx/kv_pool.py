@@ -133,17 +133,22 @@ class KVPool:
             path: LayerPool(shape, blocks[shape.family] * block_size) for path, shape in layers.items()
         }
         evaluate(self.arrays)
-        self.copies_seen = 0  # writes that copied an array
+        self._copies_seen = 0
         self._addresses = [_address(array) for array in self.arrays]
 
     @property
     def arrays(self) -> list[mx.array]:
         return [array for layer in self.layers.values() for array in layer.arrays]
 
+    @property
+    def copies_seen(self) -> int | None:
+        """Returns how many arrays writes have copied. None: this device does not tell addresses."""
+        return None if any(address is None for address in self._addresses) else self._copies_seen
+
     def count_copies(self) -> None:
         """Counts the arrays that have moved since the last call: a write copied each of them."""
         addresses = [_address(array) for array in self.arrays]
-        self.copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
+        self._copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
         self._addresses = addresses
 
     def renew(self) -> bool:
@@ -234,6 +239,9 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 
 
 def _address(array: mx.array) -> int | None:
-    """Returns the address of an evaluated array's buffer. None: it is empty."""
-    capsule = array.__dlpack__()
+    """Returns the address of an evaluated array's buffer, or None where it cannot be told."""
+    try:
+        capsule = array.__dlpack__()
+    except (BufferError, RuntimeError, ValueError):  # a device without DLPack; counting is no reason to fail
+        return None
     return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value

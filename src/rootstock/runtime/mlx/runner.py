@@ -47,7 +47,8 @@ class Served:
 @dataclass(slots=True)
 class RuntimeStats:
     calls: int = 0  # of the model
-    pool_copies: int = 0  # arrays of the pools that a write copied: 0 unless something holds them
+    # Arrays of the pools that a write copied: 0 unless something holds them. None: the device does not tell.
+    pool_copies: int | None = 0
     attentions_on_pools: int = 0
     attentions_by_kernel: int = 0
 
