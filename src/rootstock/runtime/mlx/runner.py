@@ -193,9 +193,9 @@ class MlxRuntime:
             told = "".join(traceback.format_exception(error)).strip()
             failure = error.with_traceback(None)
             failure.__context__ = failure.__cause__ = None
-        if self._kv_pool.renew():
-            raise PoolsLost(f"{type(failure).__name__}: {failure}") from None
         failure.add_note(told)
+        if self._kv_pool.renew():
+            raise PoolsLost(failure) from failure
         raise failure
 
     def _call_model(self, segments: Sequence[Segment], *, scores: bool) -> NDArray[np.float32] | None:
