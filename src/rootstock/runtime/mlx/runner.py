@@ -31,8 +31,8 @@ from rootstock.runtime.mlx.stand_ins import StandIn
 from rootstock.runtime.mlx.state_pool import StatePool, States
 from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
 
-# Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading the
-# weights, which a second call would read again.
+# Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading
+# the weights, which a second call would read again.
 _PADDED_ROWS = 32
 
 
