@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import sys
+import platform
 from typing import Any
 
 import pytest
@@ -48,13 +48,13 @@ def test_a_kernel_that_does_not_answer(libc: Libc) -> None:
 
 
 def test_another_system_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(mac_memory, "available_pages", lambda libc: pytest.fail("asked"))
     assert mac_memory.available_bytes() is None
 
 
 def test_the_free_memory_of_a_mac_is_what_its_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(mac_memory, "available_pages", lambda libc: 3)
     monkeypatch.setattr(host_memory.Path, "read_text", _no_proc)
     assert host_memory.free_host_bytes() == 3 * host_memory.os.sysconf("SC_PAGE_SIZE")

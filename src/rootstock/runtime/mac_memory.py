@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
+import platform
 from typing import Any
 
 _HOST_VM_INFO64 = 4  # <mach/host_info.h>
@@ -14,7 +14,7 @@ _MOST_INTEGERS = 256  # the kernel fills in as many as it knows, and says how ma
 def available_bytes() -> int | None:
     """Returns the memory that is free or that the system takes back without writing it anywhere. None: not macOS, or
     the kernel does not answer."""
-    if sys.platform != "darwin":
+    if platform.system() != "Darwin":
         return None
     return available_pages(ctypes.CDLL(None)) * os.sysconf("SC_PAGE_SIZE") or None
 

@@ -5,10 +5,10 @@ No code of a checkpoint is ever run.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +144,7 @@ def _unknown(kind: str, error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and not (cause.name or "").startswith("mlx_lm.models"):
         return f"mlx-lm's {kind} needs the package {cause.name}, which is not installed"
-    return f"mlx-lm {mlx_lm_version()} has no model of type {shown(kind)}"
-
-
-def mlx_lm_version() -> str:
-    return str(importlib.import_module("mlx_lm").__version__)
+    return f"mlx-lm {version('mlx-lm')} has no model of type {shown(kind)}"
 
 
 def _declared_limit(text: Mapping[str, Any], arguments: Any) -> Any:

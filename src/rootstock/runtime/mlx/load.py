@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissin
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_beyond, refuse_longer_context
-from rootstock.runtime.mlx.checkpoint import Checkpoint, mlx_lm_version, read_checkpoint
+from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
 from rootstock.runtime.mlx.runner import MlxRuntime, Served, dtype_name
@@ -233,5 +234,5 @@ def _kept_dtypes(layout: Layout) -> str:
 def _layout_name(layout: Layout) -> str:
     """Returns a hash of the row layout: families, layers, states, and the versions of MLX and mlx-lm. The versions
     count because mlx-lm may store other contents in the same shapes."""
-    kept = repr((layout.families, layout.layers, layout.states, "mlx", mx.__version__, mlx_lm_version()))
+    kept = repr((layout.families, layout.layers, layout.states, "mlx", version("mlx"), version("mlx-lm")))
     return xxhash.xxh3_64_hexdigest(kept.encode())

@@ -82,7 +82,7 @@ def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Measure) -> flo
 
 @contextlib.contextmanager
 def _shaken_embeddings(
-    model: nn.Module, tokens: Tokens, eps: float, random: np.random.Generator
+    model: Any, tokens: Tokens, eps: float, random: np.random.Generator
 ) -> Iterator[Sequence[mx.array]]:
     """Adds noise to the embedded tokens of each forward. Yields the noise that was added so far.
 
@@ -121,6 +121,6 @@ def _is_embedding(module: nn.Module) -> bool:
 
 def _shaken_class(own: type[nn.Module], shake: Callable[[Any, mx.array], mx.array]) -> type[nn.Module]:
     def call(self: Any, ids: Any, *arguments: Any, **options: Any) -> Any:
-        return shake(ids, own.__call__(self, ids, *arguments, **options))  # type: ignore[operator]
+        return shake(ids, own.__call__(self, ids, *arguments, **options))
 
     return type(own.__name__, (own,), {"__call__": call})

@@ -68,13 +68,13 @@ def _refuse_repeated(model: str, files: Sequence[Path]) -> None:
 def stored_dtype(built: nn.Module) -> mx.Dtype:
     """Returns the dtype of most weights, or of most scales of a quantized model."""
     counts: dict[mx.Dtype, int] = {}
-    for _, weight in tree_flatten(built.parameters()):
+    for _, weight in _named(built):
         if mx.issubdtype(weight.dtype, mx.floating):
             counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.size
     return max(counts, key=lambda dtype: counts[dtype], default=mx.bfloat16)
 
 
-def cast(built: nn.Module, dtype: mx.Dtype) -> None:
+def cast(built: Any, dtype: mx.Dtype) -> None:
     """Casts weights and scales, when they are evaluated. Keeps those that mlx-lm never casts (`cast_predicate`)."""
     is_cast = getattr(built, "cast_predicate", lambda path: True)
     built.update(
@@ -86,7 +86,7 @@ def cast(built: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def is_quantized(built: nn.Module) -> bool:
-    return any("scales" in module for module in built.modules())
+    return any(name.rpartition(".")[-1] == "scales" for name, _ in _named(built))
 
 
 def quantize(built: nn.Module, quantization: str) -> list[str]:
@@ -108,9 +108,16 @@ def quantize(built: nn.Module, quantization: str) -> list[str]:
     return kept
 
 
-def _quantizable(built: nn.Module) -> Iterator[tuple[str, Any]]:
+def _named(built: Any) -> list[tuple[str, mx.array]]:
+    """Returns names and arrays of the parameters."""
+    named: Any = tree_flatten(built.parameters())
+    return list(named)
+
+
+def _quantizable(built: Any) -> Iterator[tuple[str, Any]]:
     """Yields names and modules whose weights are not quantized, but can be."""
-    for path, module in tree_flatten(built.leaf_modules(), is_leaf=nn.Module.is_module):
+    leaves: Any = tree_flatten(built.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, module in leaves:
         if hasattr(module, "to_quantized") and "weight" in module:
             yield path, module
 
