@@ -1,7 +1,7 @@
 """Metal kernels run as C++: threads are fibres, and memory is checked (see emulated_threads.hpp).
 
-`Emulation` stands in the place of `mx.fast.metal_kernel`. MLX itself writes the whole function, with its signature and
-template arguments, as it would for a device; that text is compiled, with these changes:
+`Emulation` stands in the place of `mx.fast.metal_kernel`. MLX itself writes the whole function, with its signature
+and template arguments, as it would for a device; that text is compiled, with these changes:
 
 - a pointer into `device` or `constant` memory is a class that checks its bounds;
 - an array in `threadgroup` memory is a class that finds races;
@@ -106,7 +106,8 @@ static uint simdgroup_index_in_threadgroup_() {{ return now_ / LANES_; }}
 static void call_kernel() {{ {called[1]}({", ".join(arguments)}); }}
 extern "C" const char* run(
     int x, int y, int z, int threads, void** buffers, long* lengths, int** marks, int reversed) {{
-    buffers_ = buffers, lengths_ = lengths, marks_ = marks, threads_ = threads, groups_ = {{(uint)x, (uint)y, (uint)z}};
+    buffers_ = buffers, lengths_ = lengths, marks_ = marks, threads_ = threads;
+    groups_ = {{(uint)x, (uint)y, (uint)z}};
     *error_ = 0;
     memset(begun_, 0, sizeof begun_);
     if (!stacks_)
@@ -138,6 +139,11 @@ class Emulation:
     replace: Mapping[str, str] = field(default_factory=dict)  # changes of the source, for mutations
     launched: list[Launched] = field(default_factory=list)
     _libraries: dict[object, ctypes.CDLL] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> int:
+        """Counts the functions that a device would have compiled."""
+        return len(self._libraries)
 
     def __call__(
         self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str
@@ -200,7 +206,18 @@ class Emulation:
             text = library.with_suffix(".cpp")
             text.write_text(program)
             subprocess.run(
-                [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", text, "-o", library],
+                [
+                    COMPILER,
+                    "-std=c++17",
+                    "-O1",
+                    "-shared",
+                    "-fPIC",
+                    "-w",
+                    "-U_FORTIFY_SOURCE",
+                    text,
+                    "-o",
+                    library,
+                ],
                 check=True,
             )
         return ctypes.CDLL(str(library))

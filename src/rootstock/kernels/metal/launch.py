@@ -7,6 +7,7 @@ next to each other times the query heads of one KV head, over one split of the p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from rootstock.kernels.metal.source import LANES, ROW, SIMDGROUPS, TILE
 
 MOST_LINES = 8  # of a simdgroup
-MOST_NUMBERS = 64  # float32 registers of a lane for queries and results; as many again are left for everything else
+MOST_NUMBERS = (
+    64  # float32 registers of a lane for queries and results; as many again are left for everything else
+)
 MOST_SPLITS = 64
 LEAST_INPUT = 8  # MLX passes smaller arrays otherwise: see `source`
 
@@ -40,7 +43,9 @@ class Heads:
     def lines(self) -> int:
         """Most lines of a simdgroup, a power of two: their queries and results stay in registers."""
         numbers = -(-self.key_dim // LANES) + -(-self.value_dim // LANES)
-        return min(MOST_LINES, 1 << (MOST_NUMBERS // numbers).bit_length() - 1) if numbers <= MOST_NUMBERS else 0
+        return (
+            min(MOST_LINES, 1 << (MOST_NUMBERS // numbers).bit_length() - 1) if numbers <= MOST_NUMBERS else 0
+        )
 
     @property
     def tile_rows(self) -> int:
@@ -63,6 +68,9 @@ class Occupancy:
         return max(1, min(self.threadgroups // threadgroups, longest // self.least_split, MOST_SPLITS))
 
 
+DEFAULT_OCCUPANCY = Occupancy()
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch for layers with the same heads."""
@@ -70,7 +78,9 @@ class Launch:
     # int32 [tiles, 8]: where the sequence's table begins, the tile's first row and number of rows, the first
     # position, the end and the length of a split, the simdgroups with lines of their own, and nothing
     tiles: mx.array
-    rows: mx.array  # int32 [rows or more, 4]: first position, end, splits that have any of its tile's positions, 0
+    rows: (
+        mx.array
+    )  # int32 [rows or more, 4]: first position, end, splits that have any of its tile's positions, 0
     number_of_tiles: int
     pieces: int  # threadgroups that share the query heads of a KV head
     splits: int
@@ -125,7 +135,7 @@ class StepRows:
 
     def _build(self, heads: Heads, occupancy: Occupancy) -> Launch:
         starts = self._starts()
-        at = np.concatenate([np.arange(a, b, heads.tile_rows) for a, b in zip(starts, starts[1:], strict=False)])
+        at = np.concatenate([np.arange(*run, heads.tile_rows) for run in pairwise(starts)])
         counts = np.diff(at, append=len(self.sequence_of))
         most = int(counts.max()) * heads.group
         pieces = -(-most // (heads.lines * SIMDGROUPS))

@@ -1,9 +1,9 @@
 """Paged attention on Metal, for decodes and a few rows of a sequence.
 
-K and V stay in the pool: no gather, and no copy of a sequence. The simdgroups of a threadgroup read a position's K and
-V at about the same time, for all query heads of a KV head and for all rows of a tile, so the memory is read once for
-them. Sums are in float32. A long context is split over threadgroups, as in flash-decoding (Dao et al. 2023), and a
-second kernel merges the splits.
+K and V stay in the pool: no gather, and no copy of a sequence. A simdgroup reads K and V of a position once for up to
+eight lines, which are query heads of a KV head times rows of a tile. Further simdgroups of the threadgroup have the
+other lines and read the same positions at about the same time, from the processor's cache. Sums are in float32. A
+long context is split over threadgroups, as in flash-decoding (Dao et al. 2023), and a second kernel merges them.
 
 The kernels have not run on Metal here. Tests run their source as C++, thread by thread; at load `trial.why_not`
 compares them with plain sums on the device.
@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from rootstock.kernels.metal import source
-from rootstock.kernels.metal.launch import Heads, Occupancy, StepRows
+from rootstock.kernels.metal.launch import DEFAULT_OCCUPANCY, Heads, Occupancy, StepRows
 
 MOST_ROWS = 16  # of a sequence; with more of them a gather costs less than its rows' own attention
+LEAST_DIM = 8
 MOST_KEY_DIM = 576  # MLA's latents and their rotary part
 MOST_VALUE_DIM = 512
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -51,7 +52,7 @@ class PagedKernel:
     """
 
     def __init__(
-        self, metal_kernel: MakeKernel = mx.fast.metal_kernel, occupancy: Occupancy = Occupancy()
+        self, metal_kernel: MakeKernel = mx.fast.metal_kernel, occupancy: Occupancy = DEFAULT_OCCUPANCY
     ) -> None:
         self._attend = metal_kernel(
             "rootstock_paged_attention", source.ATTEND_INPUTS, source.ATTEND_OUTPUTS, source.ATTEND
@@ -67,8 +68,8 @@ class PagedKernel:
         """Tells whether the kernel attends layers of these heads for up to `rows` rows of a sequence."""
         return (
             q_heads % kv_heads == 0
-            and 0 < key_dim <= MOST_KEY_DIM
-            and 0 < value_dim <= MOST_VALUE_DIM
+            and LEAST_DIM <= key_dim <= MOST_KEY_DIM
+            and LEAST_DIM <= value_dim <= MOST_VALUE_DIM
             and 0 < rows <= MOST_ROWS
         )
 
@@ -89,7 +90,7 @@ class PagedKernel:
 
         query   [rows, q_heads, D]
         keys    [slots, kv_heads, D]; the pool itself, contiguous: MLX would copy a view of it
-        values  [slots, kv_heads, V] of the same dtype; None: they are the first `shared_value_dim` numbers of the keys
+        values  [slots, kv_heads, V] of the same dtype; None: the first `shared_value_dim` numbers of the keys
         sinks   [q_heads]: an extra score in the softmax's sum; softcap 0: no soft capping
         """
         count, q_heads, key_dim = query.shape
