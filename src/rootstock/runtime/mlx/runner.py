@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.errors import PoolsLost
-from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.kernels.metal.paged_attention import PagedKernel
+from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
