@@ -19,6 +19,7 @@ from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamil
 from rootstock.kernels.metal.launch import MOST_NUMBERS, Heads, Occupancy, StepRows
 from rootstock.kernels.metal.paged_attention import MOST_ROWS, PagedKernel
 from rootstock.kernels.metal.source import LANES, SIMDGROUPS
+from rootstock.kernels.metal.trial import why_not
 from rootstock.kernels.spans import EVERYTHING
 
 if COMPILER is None:
@@ -195,6 +196,34 @@ def test_steps_of_a_layer_need_four_kernels_and_a_merge(compiled: Path) -> None:
             batch = make_batch(lengths, q_heads=6, kv_heads=2, head_dim=32, block_size=7, sinks=True)
             attend(PagedKernel(emulation, occupancy), batch)
     assert emulation.kernels == 5
+
+
+@pytest.mark.parametrize("sinks", [None, mx.zeros(6)], ids=["plain", "sinks"])
+def test_the_trial_at_load_tells_why_the_kernel_cannot_be_used(
+    sinks: mx.array | None, compiled: Path
+) -> None:
+    def used(kernel: PagedKernel) -> PagedKernel:
+        rows = StepRows(np.zeros((1, 1), np.int32), *np.array([[0], [0], [1]], np.int32), 7)
+        pool = mx.ones((7, 2, 32))
+        mx.eval(kernel.attend(mx.ones((1, 6, 32)), pool, pool, rows, scale=1.0, sinks=sinks))
+        return kernel
+
+    right = used(PagedKernel(Emulation(compiled)))
+    assert why_not(right, right.uses) is None
+    swapped = used(
+        PagedKernel(Emulation(compiled, replace={"(slot * HEADS + head) * D": "slot * HEADS * D"}))
+    )
+    assert (told := why_not(swapped, swapped.uses)) is not None
+    assert told.startswith("the Metal kernel is wrong by")
+    assert "6/2 heads of 32 and 32 numbers in float32, blocks of 7" in told
+    broken = PagedKernel(lambda *_: fail)
+    assert why_not(broken, right.uses) == (
+        f"the Metal kernel failed for {next(iter(right.uses))}: RuntimeError: Unable to build metal library"
+    )
+
+
+def fail(**_: Any) -> Any:
+    raise RuntimeError("Unable to build metal library\nprogram_source:1: error")
 
 
 # ------------------------------------------------------------------------------------------ launches

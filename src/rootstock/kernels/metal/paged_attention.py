@@ -12,6 +12,7 @@ compares them with plain sums on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -45,6 +46,26 @@ MakeKernel = Callable[[str, Sequence[str], Sequence[str], str], MetalKernel]
 """`mx.fast.metal_kernel`: name, names of the inputs, names of the outputs, source"""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """Kind of layer, for which kernels are compiled."""
+
+    heads: Heads
+    dtype: mx.Dtype
+    block_size: int
+    shares_values: bool  # V is the beginning of K
+    has_sinks: bool
+    has_softcap: bool
+
+    def __str__(self) -> str:
+        heads = self.heads
+        return (
+            f"{heads.q_heads}/{heads.kv_heads} heads of {heads.key_dim} and {heads.value_dim} numbers"
+            f" in {str(self.dtype).removeprefix('mlx.core.')}, blocks of {self.block_size}"
+            f"{', shared values' * self.shares_values}{', sinks' * self.has_sinks}{', softcap' * self.has_softcap}"
+        )
+
+
 class PagedKernel:
     """Paged attention by two Metal kernels, compiled by MLX when they are first used with a layer's shapes.
 
@@ -62,6 +83,12 @@ class PagedKernel:
         )
         self._occupancy = occupancy
         self._no_sinks = mx.zeros(1)
+        self._uses: set[LayerUse] = set()
+
+    @property
+    def uses(self) -> frozenset[LayerUse]:
+        """The kinds of layers that were attended so far."""
+        return frozenset(self._uses)
 
     @staticmethod
     def serves(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, rows: int) -> bool:
@@ -101,6 +128,9 @@ class PagedKernel:
         assert keys.dtype in DTYPES
         assert values is None or values.dtype == keys.dtype
         assert count == len(rows.sequence_of)
+        self._uses.add(
+            LayerUse(heads, keys.dtype, rows.block_size, values is None, sinks is not None, softcap != 0.0)
+        )
         launch = rows.launch(heads, self._occupancy)
         is_split = launch.splits > 1
         dtype = mx.float32 if is_split else query.dtype
