@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,23 +27,8 @@ MOST_VALUE_DIM = 512
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
-class MetalKernel(Protocol):
-    """Function that `mx.fast.metal_kernel` returns."""
-
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[mx.array],
-        template: Sequence[tuple[str, Any]],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-    ) -> Sequence[mx.array]: ...
-
-
-MakeKernel = Callable[[str, Sequence[str], Sequence[str], str], MetalKernel]
-"""`mx.fast.metal_kernel`: name, names of the inputs, names of the outputs, source"""
+MakeKernel = Callable[[str, Sequence[str], Sequence[str], str], Any]
+"""`mx.fast.metal_kernel`: makes a kernel from a name, the names of its inputs and outputs, and its source"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +121,8 @@ class PagedKernel:
         dtype = mx.float32 if is_split else query.dtype
         shape = (count, q_heads, launch.splits, value_dim + 2) if is_split else (count, q_heads, value_dim)
         threads = source.SIMDGROUPS * source.LANES
+        out: mx.array
+        merged: mx.array
         (out,) = self._attend(
             inputs=[
                 query,

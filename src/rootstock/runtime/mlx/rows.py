@@ -161,7 +161,7 @@ class FamilyRows:
             self._paged[window] = StepRows(
                 self._padded_tables,
                 np.repeat(np.arange(self.count, dtype=np.int32), self.new),
-                first.reshape(-1),
+                first.reshape(-1).astype(np.int32),
                 ends.reshape(-1).astype(np.int32),
                 self._block_size,
             )
