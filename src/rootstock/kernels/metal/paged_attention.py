@@ -67,7 +67,7 @@ class PagedKernel:
             "rootstock_merge_splits", source.MERGE_INPUTS, source.MERGE_OUTPUTS, source.MERGE
         )
         self._occupancy = occupancy
-        self._no_sinks = mx.zeros(1)
+        self._no_sinks = mx.array([0.0])  # evaluated, because another thread may use the kernel
         self._uses: set[LayerUse] = set()
 
     @property
