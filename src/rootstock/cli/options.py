@@ -182,6 +182,14 @@ AdapterDirectory = Annotated[
         show_default="none: no adapter may be loaded then",
     ),
 ]
+Runtime = Annotated[
+    str,
+    option(
+        MODEL,
+        "--runtime",
+        "Library that computes the model: torch, mlx, or auto (mlx on Apple Silicon if it is installed, else torch).",
+    ),
+]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
 DTYPE = option(MODEL, "--dtype", "Data type of the model: auto, float32, bfloat16 or float16.")
 Dtype = Annotated[str, DTYPE]
