@@ -80,8 +80,10 @@ class PoolAttention:
         rows, pool = stand_in.rows, stand_in.pool
         window = mask.window if isinstance(mask, PoolView) else rows.window(None)
         kernel, shape = self._kernel, pool.shape
-        if kernel is not None and kernel.serves(
-            query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new
+        if (
+            kernel is not None
+            and not shape.is_rounded
+            and kernel.serves(query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new)
         ):
             self.counters.by_kernel += 1
             paged = rows.paged(window)
@@ -124,28 +126,17 @@ class PoolAttention:
             seen = rows.mask(window)[row : row + 1, :, :new, skipped : end - start]
         elif new > 1:
             seen = "causal"
+        run = rows.run(row)
+        slots = rows.read_slots[row, skipped : end - start] if run is None else (run[0] + skipped, run[1])
         keys, values = (
-            self._visible(array, stand_in, row, skipped)
-            for array in (stand_in.pool.keys, stand_in.pool.values)
+            visible[None].transpose(0, 2, 1, 3)  # [1, heads, positions, dim]
+            for visible in (stand_in.pool.keys_at(slots), stand_in.pool.values_at(slots))
         )
         attended = _own_attention()(
             query[row : row + 1, :, :new], keys, values, scale=scale, mask=seen, sinks=sinks
         )
         missing = rows.new - new
         return mx.pad(attended, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else attended
-
-    @staticmethod
-    def _visible(array: mx.array, stand_in: StandIn, row: int, skipped: int) -> mx.array:
-        """Returns [1, heads, positions, dim] of a sequence, from the first position that one of its rows sees."""
-        rows = stand_in.rows
-        run = rows.run(row)
-        if run is not None:
-            visible = array[run[0] + skipped : run[1]]
-        else:
-            visible = mx.take(
-                array, rows.read_slots[row, skipped : rows.ends[row] - rows.starts[row]], axis=0
-            )
-        return visible[None].transpose(0, 2, 1, 3)
 
 
 # The attention of the call that a thread builds. mlx-lm looks the function up in mx.fast at every call, so that one

@@ -30,17 +30,38 @@ def evaluate(arrays: Iterable[Any]) -> None:
     mx.synchronize()
 
 
+Slots = mx.array | tuple[int, int]
+"""Slots of a pool [slots], or the run [first, end)."""
+
+_CODES = 127  # largest code of int8
+
+
+def _taken(array: mx.array, slots: Slots) -> mx.array:
+    if isinstance(slots, tuple):
+        return array[slots[0] : slots[1]]
+    return mx.take(array, slots, axis=0)
+
+
+def _rounded(rows: mx.array) -> tuple[mx.array, mx.array]:
+    """Quantizes rows [rows, heads, dim] to codes of int8. Returns them and the scales [rows, heads]."""
+    exact = rows.astype(mx.float32)
+    scales = mx.max(mx.abs(exact), axis=-1) / _CODES
+    codes = mx.round(exact / mx.where(scales == 0, 1.0, scales)[..., None])
+    return codes.astype(mx.int8), scales
+
+
 class LayerPool:
     """Rows of one layer, by slot: K [slots, heads, key_dim], and V [slots, heads, value_dim] unless V is K.
 
-    The slots of `blocks` blocks are followed by one that stays zero and one to which padding is written.
+    The slots of all blocks are followed by one that stays zero and one to which padding is written. Quantized rows
+    are int8, with a float32 scale of each head and position in further arrays [slots, heads].
     """
 
     __slots__ = ("_arrays", "shape")
 
     def __init__(self, shape: LayerShape, slots: int) -> None:
         self.shape = shape
-        self._arrays = [mx.zeros((slots + SPARE_SLOTS, *width), shape.dtype) for width in shape.widths]
+        self._arrays = [mx.zeros((slots + SPARE_SLOTS, *kept), dtype) for kept, dtype in shape.tensors]
 
     @property
     def arrays(self) -> Sequence[mx.array]:
@@ -49,16 +70,38 @@ class LayerPool:
 
     @property
     def keys(self) -> mx.array:
+        """Returns K as the pool holds it."""
         return self._arrays[0]
 
     @property
     def values(self) -> mx.array:
-        return self._arrays[-1]
+        """Returns V as the pool holds it."""
+        return self._arrays[0 if self.shape.shares_values else 1]
+
+    def keys_at(self, slots: Slots) -> mx.array:
+        """Returns K [slots, heads, key_dim] in the model's dtype: a view of a run of slots, a gather of others."""
+        return self._at(0, slots)
+
+    def values_at(self, slots: Slots) -> mx.array:
+        """Returns V [slots, heads, value_dim] in the model's dtype: a view of a run of slots, a gather of others."""
+        return self._at(0 if self.shape.shares_values else 1, slots)
+
+    def _at(self, number: int, slots: Slots) -> mx.array:
+        rows = _taken(self._arrays[number], slots)
+        if not self.shape.is_rounded:
+            return rows
+        scales = _taken(self._arrays[number + len(self._arrays) // 2], slots)
+        return (rows.astype(mx.float32) * scales[..., None]).astype(self.shape.dtype)
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Writes K and V [sequences, heads, new, dim] to slots [sequences · new], row by row."""
-        for array, given in zip(self._arrays, (keys, values), strict=False):
+        kept = len(self._arrays) // 2 if self.shape.is_rounded else len(self._arrays)
+        for number, given in enumerate((keys, values)[:kept]):
+            array = self._arrays[number]
             rows = given.transpose(0, 2, 1, 3).reshape(-1, *array.shape[1:])
+            if self.shape.is_rounded:
+                rows, scales = _rounded(rows)
+                self._arrays[number + kept][slots] = scales
             array[slots] = rows.astype(array.dtype)
 
     def renew(self) -> bool:
@@ -90,17 +133,22 @@ class KVPool:
             path: LayerPool(shape, blocks[shape.family] * block_size) for path, shape in layers.items()
         }
         evaluate(self.arrays)
-        self.copies_seen = 0  # writes that copied an array
+        self._copies_seen = 0
         self._addresses = [_address(array) for array in self.arrays]
 
     @property
     def arrays(self) -> list[mx.array]:
         return [array for layer in self.layers.values() for array in layer.arrays]
 
+    @property
+    def copies_seen(self) -> int | None:
+        """Returns how many arrays writes have copied. None: this device does not tell addresses."""
+        return None if any(address is None for address in self._addresses) else self._copies_seen
+
     def count_copies(self) -> None:
         """Counts the arrays that have moved since the last call: a write copied each of them."""
         addresses = [_address(array) for array in self.arrays]
-        self.copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
+        self._copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
         self._addresses = addresses
 
     def renew(self) -> bool:
@@ -147,7 +195,7 @@ class KVPool:
     def read(self, family: int, block: int, tokens: int) -> list[HostBytes]:
         """Copies the first positions of a block to the host, layer by layer."""
         first = self._first_slot(family, block, tokens)
-        return [to_host(array[first : first + tokens]) for array in self._of(family)]
+        return to_host([array[first : first + tokens] for array in self._of(family)])
 
     def buffer_bytes(self, family: int, tokens: int) -> list[int]:
         """Returns the sizes of the buffers of `read`."""
@@ -174,10 +222,11 @@ class KVPool:
         return block * self.block_size
 
 
-def to_host(array: mx.array) -> HostBytes:
-    """Copies an array to the host as bytes. The array and its views can be dropped afterwards."""
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    return np.array(flat)
+def to_host(arrays: Sequence[mx.array]) -> list[HostBytes]:
+    """Copies arrays to the host as bytes, in one transfer, of which the results are views."""
+    joined = np.array(mx.concatenate([array.reshape(-1).view(mx.uint8) for array in arrays]))
+    ends = np.cumsum([array.nbytes for array in arrays])
+    return np.split(joined, ends[:-1])
 
 
 def from_host(buffer: HostBytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
@@ -191,6 +240,9 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 
 
 def _address(array: mx.array) -> int | None:
-    """Returns the address of an evaluated array's buffer. None: it is empty."""
-    capsule = array.__dlpack__()
+    """Returns the address of an evaluated array's buffer, or None where it cannot be told."""
+    try:
+        capsule = array.__dlpack__()
+    except (BufferError, RuntimeError, ValueError):  # a device without DLPack; counting is no reason to fail
+        return None
     return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value

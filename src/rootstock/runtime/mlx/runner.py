@@ -31,8 +31,9 @@ from rootstock.runtime.mlx.stand_ins import StandIn
 from rootstock.runtime.mlx.state_pool import StatePool, States
 from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
 
-# Most rows of a sequence in a call that pads others to as many. Decodes have one, drafts a few more.
-_PADDED_ROWS = 16
+# Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading
+# the weights, which a second call would read again.
+_PADDED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Served:
 @dataclass(slots=True)
 class RuntimeStats:
     calls: int = 0  # of the model
-    pool_copies: int = 0  # arrays of the pools that a write copied: 0 unless something holds them
+    # Arrays of the pools that a write copied: 0 unless something holds them. None: the device does not tell.
+    pool_copies: int | None = 0
     attentions_on_pools: int = 0
     attentions_by_kernel: int = 0
 
@@ -133,7 +135,7 @@ class MlxRuntime:
             kept = [shape.dtype for shapes in layout.states.values() for shape in shapes if shape is not None]
         else:
             its = [shape for shape in layout.layers.values() if shape.family == family]
-            kept = [shape.dtype for shape in its for _ in shape.widths]
+            kept = [dtype for shape in its for _, dtype in shape.tensors]
         return [dtype_name(dtype) for dtype in kept]
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
@@ -157,30 +159,32 @@ class MlxRuntime:
     def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
         """Divides a step's segments into calls of the model, those without logits first."""
         unscored: list[_Call] = []
-        groups: dict[tuple[int, bool], _Call] = {}
-        alone: list[_Call] = []
+        scored: list[tuple[int, Segment]] = []
         for number, segment in enumerate(segments):
             rest = segment
             if lead := len(segment.tokens) - segment.logits_to_keep:
                 first = replace(segment, tokens=segment.tokens[:lead], logits_to_keep=0)
                 unscored.append(_Call([number], [first]))
                 rest = replace(segment, tokens=segment.tokens[lead:], past=segment.past + lead)
-            if not len(rest.tokens):
-                continue
-            if self.description.execution_mode == "one sequence per forward":
-                alone.append(_Call([number], [rest]))
-                continue
-            group = groups.setdefault(self._group_of(rest), _Call([], []))
-            group.numbers.append(number)
-            group.segments.append(rest)
-        return [*unscored, *groups.values(), *alone]
+            if len(rest.tokens):
+                scored.append((number, rest))
+        return [*unscored, *self._shared_calls(scored)]
 
-    def _group_of(self, segment: Segment) -> tuple[int, bool]:
-        """Returns (padded number of rows, whether the sequence begins): segments of equal groups share a call."""
-        new = len(segment.tokens)
-        if self._layout.has_states:  # padding would go into the states, and a beginning has none
-            return new, segment.past == 0
-        return (_PADDED_ROWS if new <= _PADDED_ROWS else new), False
+    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_Call]:
+        """Groups segments that have logits of all their rows."""
+        if self.description.execution_mode == "one sequence per forward":
+            return [_Call([number], [segment]) for number, segment in scored]
+        longest = max((len(segment.tokens) for _, segment in scored), default=0)
+        # Padding would go into recurrent states.
+        pads = not self._layout.has_states and longest * len(scored) <= _PADDED_ROWS
+        groups: dict[tuple[int, bool], _Call] = {}
+        for number, segment in scored:
+            # States of a sequence that begins are made by the model itself.
+            group = (0 if pads else len(segment.tokens), self._layout.has_states and segment.past == 0)
+            call = groups.setdefault(group, _Call([], []))
+            call.numbers.append(number)
+            call.segments.append(segment)
+        return list(groups.values())
 
     def _guarded_call(self, call: _Call) -> NDArray[np.float32] | None:
         """Calls the model. Raises PoolsLost if an exception has left the pools unusable."""
@@ -192,9 +196,9 @@ class MlxRuntime:
             told = "".join(traceback.format_exception(error)).strip()
             failure = error.with_traceback(None)
             failure.__context__ = failure.__cause__ = None
-        if self._kv_pool.renew():
-            raise PoolsLost(f"{type(failure).__name__}: {failure}") from None
         failure.add_note(told)
+        if self._kv_pool.renew():
+            raise PoolsLost(failure) from failure
         raise failure
 
     def _call_model(self, segments: Sequence[Segment], *, scores: bool) -> NDArray[np.float32] | None:

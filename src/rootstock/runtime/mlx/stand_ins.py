@@ -57,18 +57,17 @@ class StandIn:
         """Writes K and V [sequences, heads, new, dim] to the pool. Returns those of all visible positions."""
         self.pool.write(self.rows.write_slots, keys, values)
         self.offset = self.offset + self.rows.new
-        self.keys = PoolView(self._gathered(self.pool.keys), self, "keys")
+        slots = self.rows.read_slots if self.rows.count > 1 else self.rows.run(0) or self.rows.read_slots
+        self.keys = PoolView(self._dense(self.pool.keys_at(slots)), self, "keys")
         if self.pool.shape.shares_values:
             self.values = self.keys
         else:
-            self.values = PoolView(self._gathered(self.pool.values), self, "values")
+            self.values = PoolView(self._dense(self.pool.values_at(slots)), self, "values")
         return self.keys, self.values
 
-    def _gathered(self, array: mx.array) -> mx.array:
-        """Returns [sequences, heads, width, dim] of an array of the pool: a view of a lone contiguous run."""
-        run = self.rows.run(0) if self.rows.count == 1 else None
-        rows = mx.take(array, self.rows.read_slots, axis=0) if run is None else array[run[0] : run[1]][None]
-        return rows.transpose(0, 2, 1, 3)
+    def _dense(self, rows: mx.array) -> mx.array:
+        """Returns [sequences, heads, width, dim] of rows [sequences, width, heads, dim], or of a lone sequence's."""
+        return (rows if rows.ndim == 4 else rows[None]).transpose(0, 2, 1, 3)
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
         return self.keys, self.values

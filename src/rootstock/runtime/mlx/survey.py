@@ -8,7 +8,7 @@ in it. A second forward with another number of tokens shows whether a state's si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
     TokenFamily,
+    token_families,
 )
 
 CachePath = tuple[int, ...]
@@ -45,16 +46,26 @@ class LayerShape:
     value_dim: int
     dtype: mx.Dtype
     shares_values: bool  # the values are the keys, which are kept once
+    is_rounded: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
-    def widths(self) -> list[tuple[int, int]]:
-        """Returns (heads, dim) of each tensor of a position: K, and V if it is another one."""
-        keys = (self.heads, self.key_dim)
-        return [keys] if self.shares_values else [keys, (self.heads, self.value_dim)]
+    def tensors(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Returns shape and dtype of the tensors of one position: K, V if it is another one, and the scales of both
+        if they are quantized."""
+        widths = [(self.heads, self.key_dim)]
+        if not self.shares_values:
+            widths.append((self.heads, self.value_dim))
+        kept: list[tuple[tuple[int, ...], mx.Dtype]] = [(width, self.kept_dtype) for width in widths]
+        return [*kept, *(((self.heads,), mx.float32) for _ in widths)] if self.is_rounded else kept
+
+    @property
+    def kept_dtype(self) -> mx.Dtype:
+        """Returns the dtype of K and V in the pool."""
+        return mx.int8 if self.is_rounded else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(heads * dim for heads, dim in self.widths) * int(self.dtype.size)
+        return sum(math.prod(shape) * int(dtype.size) for shape, dtype in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,12 @@ class Layout:
     def has_states(self) -> bool:
         return bool(self.states)
 
+    def with_rounded_rows(self) -> Layout:
+        """Returns the layout with pools that keep K and V in int8."""
+        layers = {path: replace(shape, is_rounded=True) for path, shape in self.layers.items()}
+        rules = token_families(self.families)
+        return replace(self, families=(*_sized(rules, layers), *self.families[len(rules) :]), layers=layers)
+
 
 def survey(model: nn.Module) -> Layout:
     """Runs the model on a few tokens and returns what it keeps. Raises Unsupported."""
@@ -99,10 +116,7 @@ def survey(model: nn.Module) -> Layout:
         )
         for path, kept in sorted(seen.kept.items())
     }
-    families: list[Family] = []
-    for number, rule in enumerate(rules):
-        its = [shape for shape in layers.values() if shape.family == number]
-        families.append(replace(rule, layers=len(its), bytes_per_token=sum(s.bytes_per_token for s in its)))
+    families: list[Family] = _sized(rules, layers)
     states = {path: shapes for path, shapes in sorted(seen.states.items()) if any(shapes)}
     if states:
         nbytes = sum(shape.nbytes for shapes in states.values() for shape in shapes if shape is not None)
@@ -110,6 +124,15 @@ def survey(model: nn.Module) -> Layout:
     if not families:
         raise Unsupported("keeps no memory between forwards")
     return Layout(tuple(families), layers, states, seen.vocab_size)
+
+
+def _sized(rules: Sequence[TokenFamily], layers: Mapping[CachePath, LayerShape]) -> list[Family]:
+    """Returns the families with the numbers and bytes of their layers."""
+    families: list[Family] = []
+    for number, rule in enumerate(rules):
+        its = [shape for shape in layers.values() if shape.family == number]
+        families.append(replace(rule, layers=len(its), bytes_per_token=sum(s.bytes_per_token for s in its)))
+    return families
 
 
 def caches_of(tree: Any, path: CachePath = ()) -> Iterator[tuple[CachePath, Any]]:
