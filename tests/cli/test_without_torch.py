@@ -176,9 +176,13 @@ with LLM({str(small_model)!r}, runtime="mlx", budget_bytes="4MiB") as llm:
 
 
 def test_a_server_of_mlx_leaves_an_installed_torch_alone(small_model: Path) -> None:
-    before = TELL_IMPORTED.format(names=TORCH) + oracle_as_mlx(small_model)
-    options = ["--runtime", "mlx", "--port", "0", "--kv-budget", "4MiB"]
-    process = Process("-c", before + MAIN, "serve", str(small_model), *options)
+    """The runtime is the real one, with mlx-lm, which imports transformers, too."""
+    before = TELL_IMPORTED.format(names=TORCH)
+    options = ["--runtime", "mlx", "--dtype", "float32", "--port", "0", "--kv-budget", "4MiB"]
+    process = Process(
+        "-c", before + MAIN, "serve", str(small_model), *options, env={"MLX_DISABLE_COMPILE": "1"}
+    )
+    assert "by mlx" in process.ready
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     answer = httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
