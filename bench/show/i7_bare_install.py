@@ -189,7 +189,7 @@ def show(folder: Path) -> None:
 
 
 def requirements_of(system: dict[str, str], *extras: str) -> list[str]:
-    """Returns what pyproject.toml requires on a system, without the markers."""
+    """Returns the requirements of pyproject.toml on a system, without the markers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     texts = [
         *project["dependencies"],

@@ -1,4 +1,4 @@
-"""Rootstock where torch, or MLX, is not installed, and what a server of either runtime imports of the other."""
+"""Rootstock where torch, or MLX, is not installed, and the imports of servers where both are."""
 
 from __future__ import annotations
 

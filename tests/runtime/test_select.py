@@ -1,4 +1,4 @@
-"""The choice of a runtime on machines of each kind, and what a process without torch keeps from being imported."""
+"""The choice of a runtime on machines of each kind, and transformers without torch."""
 
 from __future__ import annotations
 

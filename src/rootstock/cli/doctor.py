@@ -1,4 +1,4 @@
-"""`rootstock doctor`: what this machine can do, and what would make a server on it faster."""
+"""`rootstock doctor`: this machine's abilities, and changes that would make a server on it faster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Finding:
 
     name: str
     value: str
-    faster: str = ""  # what would be faster, and how
+    faster: str = ""  # a faster choice
 
 
 def doctor(
@@ -63,7 +63,7 @@ def doctor(
     runtime: options.Runtime = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what this machine can do, which kernels a server uses, and what would be faster."""
+    """Show this machine's abilities, the runtime and kernels that a server uses, and faster choices."""
     ModelConfig("", runtime=runtime)  # refuses an invalid name
     found = [*_software(), *_processor(), *_memory(), *_runtime(runtime)]
     if disk_dir is not None:
@@ -117,7 +117,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _runtime(asked: str) -> Iterator[Finding]:
-    """Yields the runtime that a server chooses, the reason, and what the machine offers it."""
+    """Yields the runtime that a server chooses, the reason, and its device on this machine."""
     name = f"runtime (--runtime {asked})"
     try:
         chosen = choose_runtime(asked)
