@@ -428,8 +428,8 @@ ARCHITECTURES: dict[str, Fields] = {
     },
     "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "phi3": {},
-    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 1.0}
-    | {"blocksparse_block_size": 32, "blocksparse_num_local_blocks": 1, "blocksparse_vert_stride": 2},
+    # Its code hides tokens with ids up to 100,351.
+    "phi3small": {"vocab_size": 100_352, "dense_attention_every_n_layers": 2, "gegelu_limit": 1.0},
     "phimoe": {
         "rope_scaling": {
             "type": "longrope",
@@ -460,7 +460,7 @@ ARCHITECTURES: dict[str, Fields] = {
             },
             {"path": "model.layers.2.mlp.down_proj", "block": 0, "embedding": False, "dtype": "float16"},
         ],
-        **_text(model_type="qwen3_5", hidden_size=512, intermediate_size=128),
+        **_text(model_type="qwen3_5", num_experts=0, hidden_size=512, intermediate_size=128),
     },
     "qwen": {"no_bias": True},
     "qwen2": {},
