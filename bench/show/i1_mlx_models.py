@@ -60,7 +60,9 @@ class Measured:
 
     @property
     def is_exact(self) -> bool:
-        return not self.refused and not self.failed and self.answers > 0 and self.answers == self.equal_answers
+        return (
+            not self.refused and not self.failed and self.answers > 0 and self.answers == self.equal_answers
+        )
 
     @property
     def worst(self) -> float:
@@ -84,15 +86,14 @@ def measure(name: str) -> Measured:
     mx.disable_compile()  # on a CPU it calls a C++ compiler for each function
     from mlx_lm.utils import load_model as load_by_mlx_lm
 
-    import mlx_checkpoints
     from rootstock.errors import ModelError
     from rootstock.runtime.trial import Disagreement
-    from twins import mlx_served
+    from twins import mlx_models, mlx_served
 
     measured, began, at = Measured(name), time.monotonic(), "saving"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            directory = mlx_checkpoints.save(Path(folder), name)
+            directory = mlx_models.save(Path(folder), name)
             at = "loading by mlx-lm"
             own, _ = load_by_mlx_lm(directory)
             at = "loading"
@@ -230,7 +231,9 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", help="models, separated by semicolons or commas")
     parser.add_argument("--results", type=Path, help="file of figures: models in it are not run again")
-    parser.add_argument("--most", type=int, help="run at most so many models, and write no table until all have run")
+    parser.add_argument(
+        "--most", type=int, help="run at most so many models, and write no table until all have run"
+    )
     parser.add_argument("--model", help="measure this one in this process, for the script itself")
     options = parser.parse_args()
     if options.model:
@@ -253,8 +256,15 @@ def main() -> None:
     if not options.only and len(all_measured) == len(names):
         replace_section(PAGE, SECTION, section(all_measured, version("mlx-lm")))
     figures = figures_of(all_measured) | {"models": len(names), "seconds": round(time.monotonic() - began, 1)}
-    least = LEAST_EXACT if not options.only else len(set(names) & set(ARCHITECTURES)) - len(figures["refused"])
-    bars = {"exact": at_least(least), "failed": exactly({}), "other_answers": exactly([]), "pool_copies": exactly(0)}
+    least = (
+        LEAST_EXACT if not options.only else len(set(names) & set(ARCHITECTURES)) - len(figures["refused"])
+    )
+    bars = {
+        "exact": at_least(least),
+        "failed": exactly({}),
+        "other_answers": exactly([]),
+        "pool_copies": exactly(0),
+    }
     conclude("I1", figures, bars)
 
 

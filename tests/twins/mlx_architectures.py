@@ -11,7 +11,7 @@ from typing import Any
 
 Fields = dict[str, Any]  # of a configuration
 
-VOCAB = 260  # of `mlx_checkpoints.byte_tokenizer`
+VOCAB = 260  # of `mlx_models.byte_tokenizer`
 WINDOW = 7
 CHUNK = 8
 

@@ -197,7 +197,9 @@ def compared(recorder: Recorder, model: nn.Module) -> Verdict:
     one_pass = {name: own_logits(model, tokens) for name, tokens in sequences.items()}
 
     def decoded(rows: ScoredRows) -> Logits:
-        return own_logits(model, sequences[rows.sequence][: rows.positions.stop], rows.prefilled)[rows.positions]
+        return own_logits(model, sequences[rows.sequence][: rows.positions.stop], rows.prefilled)[
+            rows.positions
+        ]
 
     def own_noise(measure: Measure) -> float:
         return noise(model, max(sequences.values(), key=len), "float32", measure)
