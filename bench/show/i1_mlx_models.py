@@ -1,7 +1,7 @@
 """I1: small models of every architecture of mlx-lm, on the MLX runtime, against the model with its own cache.
 
-Windows are 7 and chunks 8 positions long, so that they really slide. Each model is saved by mlx-lm, loaded by the real
-loader in float32 and served by the real engine (cache, scheduler, self-check), block size 8 and chunks of 24:
+Windows are 7 and chunks 8 positions long, so that they really slide. Each model is saved by mlx-lm, loaded by the
+real loader in float32 and served by the real engine (cache, scheduler, self-check), block size 8 and chunks of 24:
 
 - a first prompt of 70 tokens, in chunks, with checkpoints inside and at its end
 - four prompts at once that share 40, 43, 64 and 70 tokens of it: at the end of a block and inside one. A model with
@@ -10,7 +10,7 @@ loader in float32 and served by the real engine (cache, scheduler, self-check), 
 
 Every computed row is scored. `exact` means that every row of every kind has the logits of the model with its own
 cache, by the rule of the self-check (runtime/trial.py): the largest difference is at most 1e-3 standard deviations of
-the logits, or within the model's own noise. A second engine then serves the same requests as users get them, and all
+the logits, or within the model's own noise. A second engine then serves the same requests as users get them. All
 greedy answers must be those of the model with its own cache, token for token.
 
 Each model runs in a process of its own, with a time limit. The table is written to docs/models.md.
@@ -93,7 +93,7 @@ def measure(name: str) -> Measured:
     measured, began, at = Measured(name), time.monotonic(), "saving"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            directory = mlx_models.save(Path(folder), name)
+            directory = mlx_models.save(Path(folder) / name, name)
             at = "loading by mlx-lm"
             own, _ = load_by_mlx_lm(directory)
             at = "loading"

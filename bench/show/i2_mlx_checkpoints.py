@@ -1,13 +1,13 @@
 """I2: 24 small checkpoints saved by mlx-lm, loaded by the real loader and served over HTTP: answers of mlx-lm.
 
-Each checkpoint, with its tokenizer, is written by mlx-lm's own functions and served by `rootstock serve --runtime mlx`
-with a disk tier, in a process of its own. Two chats with the same long system prompt are asked, cold and then warm. The
-server ends, a second one starts with the same directory, and both chats are asked again. Every greedy answer must have
-the bytes of mlx_lm's `stream_generate`, token for token, and after the restart prompt tokens must come from the disk.
+Each checkpoint, with its tokenizer, is written by mlx-lm's own functions and served by `rootstock serve --runtime
+mlx` with a disk tier, in a process of its own. Two chats with the same long system prompt are asked, cold and then warm.
+The server ends, a second one starts with the same directory, and both chats are asked again. Every greedy answer must
+have the tokens of mlx_lm's `stream_generate`. After the restart, prompt tokens must come from the disk.
 
 Six further checkpoints are quantized by mlx-lm: to 4 bits, to 8 bits, and to a mixture of 4, 8 and none. Their answers
-may part from mlx-lm's where its own logits nearly tie: at the first different token the two logits differ by at most
-eight times the model's own noise, which is the change of its logits by one more rounding of its embedded tokens.
+may part from mlx-lm's where its own logits nearly tie: at the first different token the two logits differ by at
+most eight times the model's own noise, which is the change of its logits by one more rounding of its embedded tokens.
 
 `--only llama,mamba2` runs a few.
 """
@@ -15,6 +15,7 @@ eight times the model's own noise, which is the change of its logits by one more
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ import numpy as np
 from common import argument_parser, at_least, conclude, exactly
 from mlx_lm import load, stream_generate
 from peers import PeerProcess, PeerUnavailable, free_port
-
 from rootstock.runtime.mlx.self_check import noise, own_logits
+
 from rootstock.runtime.trial import largest_difference
 from twins import mlx_models
 
@@ -122,7 +123,7 @@ class Expected:
 def ids_of(tokens: Sequence[dict[str, Any]]) -> list[int]:
     """Returns the ids of an answer's logprobs: each token of the tokenizer is a byte, or a special one."""
     vocabulary = mlx_models.byte_tokenizer().get_vocab()
-    pieces = {**{bytes([byte]): vocabulary[piece] for byte, piece in _byte_pieces().items()}}
+    pieces = {bytes([byte]): vocabulary[piece] for byte, piece in _byte_pieces().items()}
     special = {name.encode(): vocabulary[name] for name in mlx_models.SPECIAL}
     known = pieces | special
     return [known[bytes(token["bytes"])] for token in tokens]
@@ -148,8 +149,6 @@ def ask(url: str, question: str) -> tuple[list[int], int]:
 
 
 def server(directory: Path, disk: Path) -> PeerProcess:
-    import sys
-
     port = free_port()
     command = [
         sys.executable,

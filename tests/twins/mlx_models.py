@@ -55,7 +55,7 @@ def build(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
     weights = [
         (key, (1.5 * weight + 0.2 * mx.random.normal(weight.shape)).astype(dtype))
         for key, weight in tree_flatten(model.parameters())
-        if mx.issubdtype(weight.dtype, mx.floating)
+        if mx.issubdtype(weight.dtype, mx.floating) and not key.endswith("signs")  # of a rotation: 1 or -1
     ]
     model.update(tree_unflatten(weights))
     model.eval()
