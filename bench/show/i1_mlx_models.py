@@ -14,8 +14,8 @@ the logits, or within the model's own noise. A second engine then serves the sam
 greedy answers must be those of the model with its own cache, token for token.
 
 Each model runs in a process of its own, with a time limit. The table is written to docs/models.md.
-`--only llama,mamba2` runs a few and writes nothing, and `--results FILE` keeps the figures of each model in a file, so
-that a run can be continued.
+`--only llama,mamba2` runs a few and writes nothing, and `--results FILE` keeps the figures of each model in a file,
+so that a run can be continued.
 """
 
 from __future__ import annotations
