@@ -2,8 +2,8 @@
 
 Each checkpoint, with its tokenizer, is written by mlx-lm's own functions and served by `rootstock serve --runtime
 mlx` with a disk tier, in a process of its own. Two chats with the same long system prompt are asked, cold and then
-warm. The server ends, a second one starts with the same directory, and both chats are asked again. Every greedy answer
-must have the tokens of mlx_lm's `stream_generate`. After the restart, prompt tokens must come from the disk.
+warm. The server ends, a second one starts with the same directory, and both chats are asked again. Every greedy
+answer must have the tokens of mlx_lm's `stream_generate`. After the restart, prompt tokens must come from the disk.
 
 Six further checkpoints are quantized by mlx-lm: to 4 bits, to 8 bits, and to a mixture of 4, 8 and none. Their
 answers may part from mlx-lm's where its own logits nearly tie: at the first different token the two logits differ
