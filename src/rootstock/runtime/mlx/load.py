@@ -16,6 +16,7 @@ from mlx_lm.utils import get_total_parameters
 
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
+from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_beyond, refuse_longer_context
@@ -103,6 +104,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         _describe(config, checkpoint, model, layout, dtype, weights),
         lambda served: MlxRuntime(model, served),
         lambda done: report("check", done),
+        PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None,
     )
     return MlxRuntime(model, _as_stored(served) if config.kv_dtype == "int8" else served)
 

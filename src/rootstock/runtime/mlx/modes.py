@@ -15,9 +15,10 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
-from rootstock.runtime.base import ExecutionMode, ModelDescription, Runtime
-from rootstock.runtime.mlx.attention import PagedKernel
-from rootstock.runtime.mlx.runner import Served
+from rootstock.kernels.metal.paged_attention import PagedKernel
+from rootstock.kernels.metal.trial import why_not
+from rootstock.runtime.base import ExecutionMode, ModelDescription
+from rootstock.runtime.mlx.runner import MlxRuntime, Served
 from rootstock.runtime.mlx.self_check import self_check
 from rootstock.runtime.mlx.survey import Layout, Unsupported
 from rootstock.runtime.model_files import first_line
@@ -32,7 +33,7 @@ def choose_mode(
     model: nn.Module,
     layout: Layout,
     description: ModelDescription,
-    make_runtime: Callable[[Served], Runtime],
+    make_runtime: Callable[[Served], MlxRuntime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
 ) -> Served:
@@ -42,7 +43,10 @@ def choose_mode(
     for mode, its_kernel in _attempts(kernel):
         served = Served(layout, replace(description, execution_mode=mode), its_kernel)
         try:
-            remark = self_check(model, served.description, lambda: make_runtime(served), progress).remark  # noqa: B023
+            runtime = make_runtime(served)
+            remark = self_check(model, served.description, lambda: runtime, progress).remark  # noqa: B023
+            if its_kernel is not None and (reason := why_not(its_kernel, its_kernel.uses)):
+                raise _KernelWrong(reason)
         except (InvalidOption, MemoryError):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
@@ -54,8 +58,14 @@ def choose_mode(
                     "Attention is slower than it could be, without the Metal kernel: %s", _reason(failure)
                 )
             continue
-        reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
-        return replace(served, description=replace(served.description, mode_reason="; ".join(reasons)))
+        reasons = list(map(_reason, failures))
+        if mode == "batched" and layout.layers and not runtime.stats.attentions_on_pools:
+            # The model changes K, V or the mask before it attends (MLA), so that it has read gathers.
+            mode = "batched, gathered K and V"
+            reasons.append("its attention is not called with K, V and mask as its caches return them")
+        reasons += [remark] if remark else []
+        said = "; ".join(dict.fromkeys(reasons))
+        return replace(served, description=replace(served.description, execution_mode=mode, mode_reason=said))
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
         last = disagreements[-1]
@@ -63,6 +73,10 @@ def choose_mode(
     raise ModelUnsupported(description.name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[
         -1
     ]
+
+
+class _KernelWrong(Exception):
+    """Error: the Metal kernel fails, or disagrees with attention over gathers."""
 
 
 def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None]]:
@@ -77,7 +91,11 @@ def _reason(failure: BaseException) -> str:
     if isinstance(failure, PoolsLost):
         return _reason(failure.cause)
     said = first_line(failure)
-    return said if isinstance(failure, (Unsupported, Disagreement)) else f"{type(failure).__name__}: {said}"
+    return (
+        said
+        if isinstance(failure, (Unsupported, Disagreement, _KernelWrong))
+        else f"{type(failure).__name__}: {said}"
+    )
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:
