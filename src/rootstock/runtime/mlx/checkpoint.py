@@ -5,6 +5,7 @@ No code of a checkpoint is ever run.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ def _check_sizes(model: str, config: Mapping[str, Any], text: Mapping[str, Any])
                 )
 
 
+# mlx-lm's own lookup has no public name, but it is the default of a public parameter.
+_classes_of = inspect.signature(mlx_lm.load_model).parameters["get_model_classes"].default
+
+
 def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     """Returns mlx-lm's class of the model and its arguments. Raises ModelFileInvalid or ModelUnsupported."""
     kind, names = config.get("model_type"), config.get("architectures") or []
@@ -125,8 +130,7 @@ def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module
     if not all(isinstance(name, str) for name in listed):
         raise ModelFileInvalid(model, CONFIG, f"architectures is {shown(names)}, but must be a list of names")
     try:
-        # The lookup of mlx_lm.load, which has no public name.
-        model_class, arguments_class = mlx_lm._get_classes(config)
+        model_class, arguments_class = _classes_of(config)
     except Exception as error:
         raise ModelUnsupported(model, _unknown(kind, error)) from error
     try:
