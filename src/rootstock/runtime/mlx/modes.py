@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,14 +36,22 @@ def choose_mode(
     make_runtime: Callable[[Served], Runtime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
+    why_not: Callable[[PagedKernel], str | None] = lambda kernel: None,
 ) -> Served:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
-    does."""
+    does.
+
+    `why_not` tries the kernel for longer contexts than the self-check's, and returns a reason against it, or None.
+    """
     failures: list[Exception] = []
     for mode, its_kernel in _attempts(kernel):
         served = Served(layout, replace(description, execution_mode=mode), its_kernel)
         try:
-            remark = self_check(model, served.description, lambda: make_runtime(served), progress).remark  # noqa: B023
+            remark = self_check(
+                model, served.description, functools.partial(make_runtime, served), progress
+            ).remark
+            if its_kernel is not None and (fault := why_not(its_kernel)):
+                raise Unsupported(fault)
         except (InvalidOption, MemoryError):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
