@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     """
 
     # ModelConfig
+    runtime: str
     device: str
     dtype: str
     served_name: str | None

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.errors import PoolsLost
+from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
-from rootstock.runtime.mlx.attention import PagedKernel, PoolAttention, attention_on_pools
+from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
@@ -96,7 +97,7 @@ class MlxRuntime:
         if slots:
             self._states = StatePool(layout.states, slots[0])
         if self.description.execution_mode == "batched":
-            self._attention = PoolAttention(block_size, self._served.kernel)
+            self._attention = PoolAttention(self._served.kernel)
 
     def apply(self, plan: Plan) -> None:
         with mx.stream(self._device):
