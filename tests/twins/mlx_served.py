@@ -11,8 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import cache as mlx_cache
-from rootstock.runtime.mlx.load import load_model
-from rootstock.runtime.mlx.self_check import noise, own_logits
 
 from asking import greedy
 from rootstock.cache import KVCache
@@ -26,7 +24,9 @@ from rootstock.engine.build import assemble
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Finished, TokenEvent
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
+from rootstock.runtime.mlx.load import load_model
 from rootstock.runtime.mlx.runner import MlxRuntime
+from rootstock.runtime.mlx.self_check import noise, own_logits
 from rootstock.runtime.trial import Measure, ScoredRows, Verdict, compare
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from twins.mlx_architectures import VOCAB

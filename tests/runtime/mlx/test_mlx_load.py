@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
+from kernels.metal.emulation import COMPILER, Emulation
 from mlx_checkpoints import KINDS, Quantization, make_mlx_model, save_mlx_checkpoint
 from rootstock.cache.families import FullAttention
-from rootstock.config import ModelConfig
+from rootstock.config import CacheConfig, ModelConfig
 from rootstock.errors import (
     InvalidOption,
     MemoryLacks,
@@ -24,6 +25,8 @@ from rootstock.errors import (
     ModelUnsupported,
     ModelWeightsMissing,
 )
+from rootstock.kernels.metal.launch import Occupancy
+from rootstock.kernels.metal.paged_attention import LayerUse, PagedKernel
 from rootstock.runtime import select
 from rootstock.runtime.base import Batch, Segment
 from rootstock.runtime.memory_fit import Demands
@@ -32,6 +35,7 @@ from rootstock.runtime.mlx.load import load_model
 from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.mlx.self_check import own_logits
 from rootstock.runtime.torch.runner import load_model as load_by_torch
+from rootstock.runtime.trial import BLOCK_SIZE
 from rootstock.units import GIB, MIB
 
 
@@ -294,3 +298,41 @@ def test_the_configuration_itself_is_part_of_the_fingerprint(copy: Path) -> None
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 20_000.0}))
     assert load(copy).description.weights_fingerprint != before
+
+
+# ---- the kernel
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+def test_a_model_on_the_kernel(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = PagedKernel(Emulation(tmp_path), Occupancy(threadgroups=100, least_split=16))
+    monkeypatch.setattr(loader, "_metal_kernel", lambda: kernel)
+    tried: list[LayerUse] = []
+    monkeypatch.setattr(loader, "why_not", lambda kernel, uses: tried.extend(uses))
+    runtime = load(llama)
+    assert {use.block_size for use in tried} == {BLOCK_SIZE, CacheConfig().block_size}
+    assert runtime.description.mode_reason == ""
+    tokens = np.arange(3, 15, dtype=np.int32)
+    ours, own = scored(runtime, tokens), own_logits(load_by_mlx_lm(llama)[0], tokens)
+    assert runtime.stats.attentions_by_kernel > 0
+    assert np.abs(ours - own).max() / own.std() < 1e-4
+
+
+def test_a_kernel_that_fails_its_trial_is_left_out(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot_compile(*source: Any) -> Any:
+        def call(**arguments: Any) -> Any:
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+        return call
+
+    monkeypatch.setattr(loader, "_metal_kernel", lambda: PagedKernel(cannot_compile))
+    described = load(llama).description
+    assert described.execution_mode == "batched"
+    assert "Unable to build metal library" in described.mode_reason
+    assert "without the Metal kernel" in caplog.text
+
+
+def test_no_kernel_without_metal() -> None:
+    assert (loader._metal_kernel() is None) is not mx.metal.is_available()

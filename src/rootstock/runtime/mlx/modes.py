@@ -16,8 +16,8 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
+from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription, Runtime
-from rootstock.runtime.mlx.attention import PagedKernel
 from rootstock.runtime.mlx.runner import Served
 from rootstock.runtime.mlx.self_check import self_check
 from rootstock.runtime.mlx.survey import Layout, Unsupported
