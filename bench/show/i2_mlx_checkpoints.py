@@ -31,8 +31,8 @@ import numpy as np
 from common import argument_parser, at_least, conclude, exactly
 from mlx_lm import load, stream_generate
 from peers import PeerProcess, PeerUnavailable, free_port
-from rootstock.runtime.mlx.self_check import noise, own_logits
 
+from rootstock.runtime.mlx.self_check import noise, own_logits
 from rootstock.runtime.trial import largest_difference
 from twins import mlx_models
 

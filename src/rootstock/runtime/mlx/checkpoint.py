@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm
+from mlx_lm.utils import _get_classes as classes_of
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, shown
 from rootstock.runtime.model_config import context_limit, eos_token_ids
@@ -125,8 +125,8 @@ def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module
     if not all(isinstance(name, str) for name in listed):
         raise ModelFileInvalid(model, CONFIG, f"architectures is {shown(names)}, but must be a list of names")
     try:
-        # The lookup of mlx_lm.load, which has no public name.
-        model_class, arguments_class = mlx_lm._get_classes(config)
+        # The lookup of mlx-lm's own loader. It has no public name, and mlx-lm is pinned.
+        model_class, arguments_class = classes_of(config)
     except Exception as error:
         raise ModelUnsupported(model, _unknown(kind, error)) from error
     try:
