@@ -47,7 +47,7 @@ _WINDOWS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 9}
 
 KINDS: dict[str, dict[str, Any]] = {
     # full attention
-    "llama": {**_HEADS, **_ROPE, "num_key_value_heads": 4},
+    "llama": {**_HEADS, **_ROPE, "num_key_value_heads": 4, "tie_word_embeddings": False},
     "qwen3": {**_HEADS, **_ROPE, "tie_word_embeddings": True},
     "qwen3_moe": {
         **_HEADS,

@@ -5,7 +5,6 @@ No code of a checkpoint is ever run.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm
+from mlx_lm.utils import _get_classes as classes_of
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, shown
 from rootstock.runtime.model_config import context_limit, eos_token_ids
@@ -115,10 +114,6 @@ def _check_sizes(model: str, config: Mapping[str, Any], text: Mapping[str, Any])
                 )
 
 
-# mlx-lm's own lookup has no public name, but it is the default of a public parameter.
-_classes_of = inspect.signature(mlx_lm.load_model).parameters["get_model_classes"].default
-
-
 def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     """Returns mlx-lm's class of the model and its arguments. Raises ModelFileInvalid or ModelUnsupported."""
     kind, names = config.get("model_type"), config.get("architectures") or []
@@ -130,7 +125,8 @@ def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module
     if not all(isinstance(name, str) for name in listed):
         raise ModelFileInvalid(model, CONFIG, f"architectures is {shown(names)}, but must be a list of names")
     try:
-        model_class, arguments_class = _classes_of(config)
+        # The lookup of mlx-lm's own loader. It has no public name, and mlx-lm is pinned.
+        model_class, arguments_class = classes_of(config)
     except Exception as error:
         raise ModelUnsupported(model, _unknown(kind, error)) from error
     try:

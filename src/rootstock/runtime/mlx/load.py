@@ -14,9 +14,10 @@ import mlx.nn as nn
 import xxhash
 from mlx_lm.utils import get_total_parameters
 
-from rootstock.config import ModelConfig
+from rootstock.config import CacheConfig, ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.metal.paged_attention import PagedKernel
+from rootstock.kernels.metal.trial import why_not
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_beyond, refuse_longer_context
@@ -46,6 +47,7 @@ from rootstock.units import in_units
 
 _log = logging.getLogger(__name__)
 
+_BLOCK_SIZE = CacheConfig().block_size  # a server's, unless an option says another
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
@@ -104,9 +106,21 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         _describe(config, checkpoint, model, layout, dtype, weights),
         lambda served: MlxRuntime(model, served),
         lambda done: report("check", done),
-        PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None,
+        _metal_kernel(),
+        _why_not,
     )
     return MlxRuntime(model, _as_stored(served) if config.kv_dtype == "int8" else served)
+
+
+def _metal_kernel() -> PagedKernel | None:
+    """Returns the kernel of paged attention; None: MLX computes without Metal."""
+    return PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None
+
+
+def _why_not(kernel: PagedKernel) -> str | None:
+    """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size."""
+    served = {replace(use, block_size=size) for use in kernel.uses for size in (use.block_size, _BLOCK_SIZE)}
+    return why_not(kernel, served)
 
 
 def _describe(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +17,8 @@ import mlx.nn as nn
 
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
 from rootstock.kernels.metal.paged_attention import PagedKernel
-from rootstock.kernels.metal.trial import why_not
-from rootstock.runtime.base import ExecutionMode, ModelDescription
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.base import ExecutionMode, ModelDescription, Runtime
+from rootstock.runtime.mlx.runner import Served
 from rootstock.runtime.mlx.self_check import self_check
 from rootstock.runtime.mlx.survey import Layout, Unsupported
 from rootstock.runtime.model_files import first_line
@@ -33,20 +33,25 @@ def choose_mode(
     model: nn.Module,
     layout: Layout,
     description: ModelDescription,
-    make_runtime: Callable[[Served], MlxRuntime],
+    make_runtime: Callable[[Served], Runtime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
+    why_not: Callable[[PagedKernel], str | None] = lambda kernel: None,
 ) -> Served:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
-    does."""
+    does.
+
+    `why_not` tries the kernel for longer contexts than the self-check's, and returns a reason against it, or None.
+    """
     failures: list[Exception] = []
     for mode, its_kernel in _attempts(kernel):
         served = Served(layout, replace(description, execution_mode=mode), its_kernel)
         try:
-            runtime = make_runtime(served)
-            remark = self_check(model, served.description, lambda: runtime, progress).remark  # noqa: B023
-            if its_kernel is not None and (reason := why_not(its_kernel, its_kernel.uses)):
-                raise _KernelWrong(reason)
+            remark = self_check(
+                model, served.description, functools.partial(make_runtime, served), progress
+            ).remark
+            if its_kernel is not None and (fault := why_not(its_kernel)):
+                raise Unsupported(fault)
         except (InvalidOption, MemoryError):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
@@ -58,14 +63,8 @@ def choose_mode(
                     "Attention is slower than it could be, without the Metal kernel: %s", _reason(failure)
                 )
             continue
-        reasons = list(map(_reason, failures))
-        if mode == "batched" and layout.layers and not runtime.stats.attentions_on_pools:
-            # The model changes K, V or the mask before it attends (MLA), so that it has read gathers.
-            mode = "batched, gathered K and V"
-            reasons.append("its attention is not called with K, V and mask as its caches return them")
-        reasons += [remark] if remark else []
-        said = "; ".join(dict.fromkeys(reasons))
-        return replace(served, description=replace(served.description, execution_mode=mode, mode_reason=said))
+        reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
+        return replace(served, description=replace(served.description, mode_reason="; ".join(reasons)))
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
         last = disagreements[-1]
@@ -73,10 +72,6 @@ def choose_mode(
     raise ModelUnsupported(description.name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[
         -1
     ]
-
-
-class _KernelWrong(Exception):
-    """Error: the Metal kernel fails, or disagrees with attention over gathers."""
 
 
 def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None]]:
@@ -91,11 +86,7 @@ def _reason(failure: BaseException) -> str:
     if isinstance(failure, PoolsLost):
         return _reason(failure.cause)
     said = first_line(failure)
-    return (
-        said
-        if isinstance(failure, (Unsupported, Disagreement, _KernelWrong))
-        else f"{type(failure).__name__}: {said}"
-    )
+    return said if isinstance(failure, (Unsupported, Disagreement)) else f"{type(failure).__name__}: {said}"
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
-from rootstock.errors import PoolsLost
+from rootstock.errors import AdapterUnusable, PoolsLost
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
@@ -140,10 +140,12 @@ class MlxRuntime:
         return [dtype_name(dtype) for dtype in kept]
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
-        raise NotImplementedError
+        raise AdapterUnusable(
+            source.name, "the MLX runtime has no adapters yet: fuse it into the weights with mlx_lm.fuse"
+        )
 
     def unload_adapter(self, fingerprint: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("no adapter is loaded")
 
     def forward(self, batch: Batch) -> Logits:
         with mx.stream(self._device):
