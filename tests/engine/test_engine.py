@@ -23,7 +23,14 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
+from rootstock.errors import (
+    EmptyPrompt,
+    EngineFault,
+    EngineStopped,
+    InvalidParameter,
+    PoolsLost,
+    StepFailed,
+)
 from rootstock.runtime.base import Batch, ExecutionMode
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S, join, wait_for, wait_until
@@ -51,6 +58,28 @@ def test_a_failed_forward_fails_only_the_requests_of_its_step() -> None:
         assert "a kernel broke" not in client.error.message, "it may tell of other requests in the same step"
     bench.expect(after)
     assert bench.cache.pool.live_blocks == 0
+
+
+@pytest.mark.behaviour(47)
+def test_a_forward_that_loses_the_pools_fails_every_open_request_once_and_empties_the_cache() -> None:
+    def fault(batch: Batch) -> None:
+        if any(99 in s.tokens for s in batch.segments):
+            raise PoolsLost(MemoryError("the device is full"))
+
+    bench = Bench(vocab_size=100, fault=fault, max_batch=1)
+    before = bench.answer(numbers(1, 20), max_tokens=1)
+    poisoned, waiting = bench.ask([1, 2, 99]), bench.ask(numbers(2, 20))
+    bench.run()
+    assert isinstance(before.events[-1], Finished)
+    for client in (poisoned, waiting):
+        assert isinstance(client.error, PoolsLost)
+        assert "MemoryError" in client.error.message
+        assert "the device is full" not in client.error.message
+        assert len(client.events) == 1
+    assert bench.engine.explain(before.request.tokens).matched_tokens == 0
+    assert bench.engine.steps.counters.failed_steps == 1
+    assert bench.cache.pool.free_blocks == 200
+    bench.expect(bench.answer(numbers(3, 20)))
 
 
 def test_a_failed_forward_leaves_nothing_in_the_cache() -> None:

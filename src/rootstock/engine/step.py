@@ -163,6 +163,7 @@ class StepRunner:
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except PoolsLost:
+            self.counters.failed_steps += 1
             raise  # other sequences' rows are lost, too
         except Exception as error:
             ids = [item.sequence.request.http_id or item.sequence.request.id for item in plan.scheduled]
@@ -359,14 +360,14 @@ class StepRunner:
         self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
-        """Fails every request and empties the cache, after an exception of our own."""
-        log.exception("the engine failed between forwards; every open request fails, the cache is emptied")
+        """Fails every request and empties the cache, after an exception of our own or the loss of the pools."""
+        log.error("the engine failed; every open request fails, the cache is emptied", exc_info=error)
         self._scheduler.drain()
         if self._tier_connector is not None:
             self._tier_connector.settle()  # no load writes to rows that are reused
         self._idle_work.forget()
         self._cache.reset()
-        self.fail_all(EngineFault(error))
+        self.fail_all(error if isinstance(error, PoolsLost) else EngineFault(error))
 
 
 def _prompt_tokens(sequence: Sequence) -> PromptTokens:

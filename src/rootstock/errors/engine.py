@@ -32,8 +32,13 @@ class PoolsLost(EngineError):
 
     code = "pools_lost"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"The KV cache was lost in a failed forward: {reason}.")
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"A forward failed and took the KV cache with it: {type(cause).__name__}; the server's log says why. "
+            "Every open request is dropped, and the cache is empty. Send the request again, and report it if it "
+            "fails again."
+        )
+        self.cause = cause
 
 
 class EngineFault(EngineError):

@@ -1,0 +1,283 @@
+"""Runtime for mlx-lm models on the paged pools.
+
+A step's segments become few calls of the model. The rows of a prompt that need no logits have a call of their own,
+whose logits are never computed. The other rows, those of decodes, drafts and each prompt's last one, share a call: a
+model without recurrent states takes sequences with unequally many rows, padded at the end.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import cache as mlx_cache
+from numpy.typing import NDArray
+
+from rootstock.cache.families import RecurrentState, token_families
+from rootstock.cache.plan import HostBytes, Plan, RowPart
+from rootstock.errors import PoolsLost
+from rootstock.runtime.adapter_files import AdapterSource
+from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
+from rootstock.runtime.mlx.attention import PagedKernel, PoolAttention, attention_on_pools
+from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
+from rootstock.runtime.mlx.memory import free_bytes
+from rootstock.runtime.mlx.rows import FamilyRows
+from rootstock.runtime.mlx.stand_ins import StandIn
+from rootstock.runtime.mlx.state_pool import StatePool, States
+from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
+
+# Most rows of a sequence in a call that pads others to as many. Decodes have one, drafts a few more.
+_PADDED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Model and its execution mode, which is the description's."""
+
+    layout: Layout
+    description: ModelDescription
+    kernel: PagedKernel | None = None  # None: attention on views and gathers of the pools
+
+
+@dataclass(slots=True)
+class RuntimeStats:
+    calls: int = 0  # of the model
+    # Arrays of the pools that a write copied: 0 unless something holds them. None: the device does not tell.
+    pool_copies: int | None = 0
+    attentions_on_pools: int = 0
+    attentions_by_kernel: int = 0
+
+
+class MlxRuntime:
+    """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
+
+    def __init__(self, model: nn.Module, served: Served) -> None:
+        self._model = model
+        self._served = served
+        self._layout = served.layout
+        self._families = token_families(served.layout.families)
+        self._caches = mlx_cache.make_prompt_cache(model)  # only their places matter
+        self._device = mx.default_device()
+        self._pool: KVPool | None = None
+        self._states: StatePool | None = None
+        self._attention: PoolAttention | None = None
+        self._calls = 0
+
+    @property
+    def description(self) -> ModelDescription:
+        return self._served.description
+
+    @property
+    def stats(self) -> RuntimeStats:
+        pool, attention = self._pool, self._attention
+        return RuntimeStats(
+            self._calls,
+            0 if pool is None else pool.copies_seen,
+            0 if attention is None else attention.counters.on_pools,
+            0 if attention is None else attention.counters.by_kernel,
+        )
+
+    def free_bytes(self) -> int:
+        return free_bytes()
+
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        assert self._pool is None, "the pools are made once"
+        layout, of_family = self._layout, list(zip(rows, self._layout.families, strict=True))
+        blocks = [n for n, family in of_family if not isinstance(family, RecurrentState)]
+        slots = [n for n, family in of_family if isinstance(family, RecurrentState)]
+        with mx.stream(self._device):
+            self._pool = KVPool(layout.layers, blocks, block_size)
+        if slots:
+            self._states = StatePool(layout.states, slots[0])
+        if self.description.execution_mode == "batched":
+            self._attention = PoolAttention(block_size, self._served.kernel)
+
+    def apply(self, plan: Plan) -> None:
+        with mx.stream(self._device):
+            for returned in plan.returned:
+                if returned.family == len(self._families):
+                    self._state_pool.drop(returned.rows.tolist())
+            if plan.copies:
+                self._kv_pool.copy(plan.copies)
+            if plan.states:
+                self._state_pool.copy(plan.states)
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        with mx.stream(self._device):
+            if part.family == len(self._families):
+                return self._state_pool.read(int(part.row))
+            return self._kv_pool.read(part.family, int(part.row), part.tokens)
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        """Returns new memory: an MLX array cannot be filled from outside."""
+        if part.family == len(self._families):
+            sizes = self._state_pool.buffer_bytes()
+        else:
+            sizes = self._kv_pool.buffer_bytes(part.family, part.tokens)
+        return [np.empty(size, np.uint8) for size in sizes]
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        with mx.stream(self._device):
+            if part.family == len(self._families):
+                self._state_pool.place(int(part.row), buffers)
+            else:
+                self._kv_pool.place(part.family, int(part.row), part.tokens, buffers)
+
+    def buffer_dtypes(self, family: int) -> list[str]:
+        layout = self._layout
+        if family == len(self._families):
+            kept = [shape.dtype for shapes in layout.states.values() for shape in shapes if shape is not None]
+        else:
+            its = [shape for shape in layout.layers.values() if shape.family == family]
+            kept = [dtype for shape in its for _, dtype in shape.tensors]
+        return [dtype_name(dtype) for dtype in kept]
+
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        raise NotImplementedError
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> Logits:
+        with mx.stream(self._device):
+            scored: dict[int, Logits] = {}
+            for call in self._calls_of(batch.segments):
+                logits = self._guarded_call(call)
+                for row, (number, segment) in enumerate(zip(call.numbers, call.segments, strict=True)):
+                    if segment.logits_to_keep:
+                        assert logits is not None
+                        scored[number] = logits[row, : len(segment.tokens)]
+        rows = [scored[number] for number in sorted(scored)]
+        return np.concatenate(rows) if rows else np.empty((0, self._layout.vocab_size), np.float32)
+
+    def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
+        """Divides a step's segments into calls of the model, those without logits first."""
+        unscored: list[_Call] = []
+        groups: dict[tuple[int, bool], _Call] = {}
+        alone: list[_Call] = []
+        for number, segment in enumerate(segments):
+            rest = segment
+            if lead := len(segment.tokens) - segment.logits_to_keep:
+                first = replace(segment, tokens=segment.tokens[:lead], logits_to_keep=0)
+                unscored.append(_Call([number], [first]))
+                rest = replace(segment, tokens=segment.tokens[lead:], past=segment.past + lead)
+            if not len(rest.tokens):
+                continue
+            if self.description.execution_mode == "one sequence per forward":
+                alone.append(_Call([number], [rest]))
+                continue
+            group = groups.setdefault(self._group_of(rest), _Call([], []))
+            group.numbers.append(number)
+            group.segments.append(rest)
+        return [*unscored, *groups.values(), *alone]
+
+    def _group_of(self, segment: Segment) -> tuple[int, bool]:
+        """Returns (padded number of rows, whether the sequence begins): segments of equal groups share a call."""
+        new = len(segment.tokens)
+        if self._layout.has_states:  # padding would go into the states, and a beginning has none
+            return new, segment.past == 0
+        return (_PADDED_ROWS if new <= _PADDED_ROWS else new), False
+
+    def _guarded_call(self, call: _Call) -> NDArray[np.float32] | None:
+        """Calls the model. Raises PoolsLost if an exception has left the pools unusable."""
+        try:
+            return self._call_model(call.segments, scores=any(s.logits_to_keep for s in call.segments))
+        except Exception as error:
+            # The frames of a traceback hold arrays, and each array of a pool that is held makes the next write a
+            # copy. Its text is kept for the log.
+            told = "".join(traceback.format_exception(error)).strip()
+            failure = error.with_traceback(None)
+            failure.__context__ = failure.__cause__ = None
+        failure.add_note(told)
+        if self._kv_pool.renew():
+            raise PoolsLost(failure) from failure
+        raise failure
+
+    def _call_model(self, segments: Sequence[Segment], *, scores: bool) -> NDArray[np.float32] | None:
+        """Computes segments in one call. Returns [segments, new, vocab], or None without `scores`."""
+        self._calls += 1
+        pool = self._kv_pool
+        lengths = [len(segment.tokens) for segment in segments]
+        rows = [
+            FamilyRows(
+                family,
+                [segment.tables[number] for segment in segments],
+                [segment.past for segment in segments],
+                lengths,
+                pool.block_size,
+                pool.blocks[number],
+            )
+            for number, family in enumerate(self._families)
+        ]
+        slots = [int(segment.state) for segment in segments]
+        states: States = {}
+        if self._layout.has_states and segments[0].past > 0:
+            states = self._state_pool.take(slots)
+        tokens = np.zeros((len(segments), max(lengths)), np.int32)
+        for row, segment in enumerate(segments):
+            tokens[row, : len(segment.tokens)] = segment.tokens
+        logits, states = self._build(tokens, rows, states)
+        scored = [logits.astype(mx.float32)] if scores else []
+        filled = [array for arrays in states.values() for array in arrays if array is not None]
+        evaluate([*pool.arrays, *filled, *scored])
+        if states:
+            self._state_pool.put(slots, states)
+        pool.count_copies()
+        return np.array(scored[0]) if scored else None
+
+    def _build(
+        self, tokens: NDArray[np.int32], rows: Sequence[FamilyRows], states: States
+    ) -> tuple[mx.array, States]:
+        """Builds the graph of one call for tokens [sequences, new]: its logits, the states after it, and the writes.
+
+        On return only the pools themselves hold their arrays.
+        """
+        pool, layout = self._kv_pool, self._layout
+        stand_ins: list[StandIn] = []
+        recurrent: dict[CachePath, Any] = {}
+
+        def stand_in(path: CachePath, cache: Any) -> Any:
+            if path in layout.layers:
+                stand_ins.append(StandIn(rows[layout.layers[path].family], pool.layers[path]))
+                return stand_ins[-1]
+            if path not in layout.states:
+                return cache  # the model does not use it
+            recurrent[path] = made = mlx_cache.ArraysCache(len(layout.states[path]))
+            made.cache = states.get(path, made.cache)
+            return made
+
+        try:
+            with attention_on_pools(self._attention):
+                logits: mx.array = self._model(mx.array(tokens), cache=replaced(self._caches, stand_in))
+        finally:
+            for each in stand_ins:
+                each.drop_arrays()
+        return logits, {path: list(cache.cache) for path, cache in recurrent.items()}
+
+    @property
+    def _kv_pool(self) -> KVPool:
+        assert self._pool is not None, "allocate comes first"
+        return self._pool
+
+    @property
+    def _state_pool(self) -> StatePool:
+        assert self._states is not None, "the model has no recurrent states"
+        return self._states
+
+
+@dataclass(slots=True)
+class _Call:
+    """Segments that one call of the model computes, and their numbers in the batch."""
+
+    numbers: list[int]
+    segments: list[Segment]
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns a dtype's name without its package, as torch names it, too."""
+    return str(dtype).removeprefix("mlx.core.")
