@@ -56,6 +56,18 @@ def exactly(value: object) -> Bar:
     return Bar("==", value)
 
 
+def replace_section(page: Path, heading: str, section: str) -> None:
+    """Replaces a page's section, from its heading to the next one of the same level, or adds it at the end."""
+    text = page.read_text()
+    before, found, rest = text.partition(f"\n{heading}\n")
+    if not found:
+        page.write_text(f"{text.rstrip()}\n\n{section}")
+        return
+    level = heading.split(" ")[0]
+    after = rest.find(f"\n{level} ")
+    page.write_text(f"{before}\n{section}" + ("" if after < 0 else rest[after:]))
+
+
 def conclude(show: str, figures: Mapping[str, Any], bars: Mapping[str, Bar]) -> NoReturn:
     """Prints the missed bars and the final line, and exits."""
     assert bars, "a script that judges nothing shows nothing"

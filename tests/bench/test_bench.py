@@ -134,7 +134,7 @@ def test_a_row_is_json_with_all_fields() -> None:
     assert fields["machine"] == {"cpu": "a processor", "cores": 2, "ram_gib": 4.0, "accelerator": None}
     assert set(fields) == {
         "schema", "commit", "changed", "machine", "date", "target", "model", "parameters", "dtype", "device",
-        "workload", "seed", "cache", "sizes", "requests", "failed", "wall_s", "ttft_s", "inter_token_s",
+        "runtime", "workload", "seed", "cache", "sizes", "requests", "failed", "wall_s", "ttft_s", "inter_token_s",
         "tokens_per_s", "completion_tokens", "prompt_tokens", "cached_tokens", "computed_tokens", "least_tokens",
         "least_is_exact", "answers_digest",
     }  # fmt: skip

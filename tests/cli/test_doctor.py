@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from cli.running import Run
 from rootstock.cli import doctor
+from rootstock.runtime import select
+from rootstock.runtime.base import DeviceMemory
+from rootstock.units import GIB
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +63,58 @@ def test_a_directory_that_is_missing_is_one_line(rootstock: Run, tmp_path: Path)
     done = rootstock("doctor", "--disk-dir", tmp_path / "missing")
     assert (done.status, done.out) == (2, "")
     assert "cannot be measured" in done.err
+
+
+def runtime_of(rootstock: Run, *options: str) -> doctor.Finding:
+    done = rootstock("doctor", "--json", *options)
+    assert done.status == 0, done.err
+    [found] = [each for each in json.loads(done.out) if each["name"].startswith("runtime")]
+    return doctor.Finding(**found)
+
+
+def test_it_tells_the_runtime_and_the_reason(rootstock: Run) -> None:
+    assert runtime_of(rootstock).value == "torch: MLX is for Apple Silicon"
+    assert runtime_of(rootstock, "--runtime", "mlx") == doctor.Finding(
+        "runtime (--runtime mlx)", "mlx: --runtime is mlx"
+    )
+    assert "auto | torch | mlx" in rootstock("doctor", "--runtime", "jax").err
+
+
+def test_mlx_without_a_gpu_has_a_remedy() -> None:
+    [device] = doctor._mlx_device()
+    assert device.value == "CPU: MLX finds no GPU of Apple"
+    assert "rootstock[torch]" in device.faster
+
+
+def test_a_machine_without_torch_can_serve_by_mlx(rootstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "is_installed", lambda runtime: runtime == "mlx")
+    assert runtime_of(rootstock).value == "mlx: torch is not installed"
+
+
+def test_a_machine_without_a_runtime_is_told_the_command_that_installs_one(
+    rootstock: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "is_installed", lambda runtime: False)
+    found = runtime_of(rootstock)
+    assert found.value == "none: it is not installed"
+    assert "pip install 'rootstock[mlx]' on Apple Silicon" in found.faster
+
+
+def test_apple_silicon_without_mlx_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (select, doctor):
+        monkeypatch.setattr(module, "is_apple_silicon", lambda: True)
+        monkeypatch.setattr(module, "is_installed", lambda runtime: runtime == "torch")
+    [found, *_] = doctor._runtime("auto")
+    assert found.value == "torch: MLX is not installed"
+    assert "rootstock[mlx]" in found.faster
+
+
+def test_the_gpu_of_a_mac_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"device_name": "Apple M4", "memory_size": 32 * GIB, "max_recommended_working_set_size": 22 * GIB}
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: told)
+    monkeypatch.setattr(doctor, "device_memory", lambda _: DeviceMemory("unified", 20 * GIB))
+    assert [each.value for each in doctor._mlx_device()] == [
+        "Apple M4, GPU",
+        "20.0 GiB free; the GPU should use at most 22.0 GiB of 32.0 GiB",
+    ]

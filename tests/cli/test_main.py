@@ -32,6 +32,7 @@ def test_the_version_is_shown(rootstock: Run) -> None:
         (["--speculate", "wildly"], "--speculate is 'wildly', but must be auto, off, or the largest number"),
         (["--kv-budget", "lots"], "--kv-budget is 'lots', but must be a size such as 4GiB"),
         (["--block-size", "0"], "--block-size is 0"),
+        (["--runtime", "tpu"], "--runtime is 'tpu', but must be auto | torch | mlx"),
         (["--device", "tpu"], "--device is 'tpu', but must be auto | cpu | cuda | mps"),
         (["--dtype", "int3"], "--dtype is 'int3'"),
         (["--kv-budget", "9" * 400], "but must be a size such as 4GiB"),

@@ -52,7 +52,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
           pin: yes
           alias: [gpt-4o, claude]
           adapters: {{law: /adapters/law}}
-        own: {{model: /models/own, kv-budget: 2GiB, alias: x}}
+        own: {{model: /models/own, runtime: mlx, kv-budget: 2GiB, alias: x}}
         """,
     )
     assert found["small"] == ServedModelConfig(
@@ -65,6 +65,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
     assert (large.kv_share, large.load, large.idle_unload_s, large.pin) == (2.0, "demand", 600.0, True)
     assert large.aliases == ("gpt-4o", "claude")
     assert large.model.adapters == (AdapterConfig("law", Path("/adapters/law")),)
+    assert (found["own"].model.runtime, large.model.runtime) == ("mlx", "auto")
     assert (found["own"].kv_budget_bytes, found["own"].aliases) == (2 * GIB, ("x",))
 
 
@@ -78,6 +79,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
         ("a:\n  model: x\n  loda: demand", 3, "Did you mean 'load'?"),
         ("a:\n  model: x\n  load: later", 3, "start | demand"),
         ("a:\n  model: x\n  dtype: float8", 3, "bfloat16"),
+        ("a:\n  model: x\n  runtime: jax", 3, "auto | torch | mlx"),
         ("a:\n  model: x\n  idle-unload: 10", 3, "a time with its unit"),
         ("a:\n  model: x\n  idle-unload: 1ms", 3, "at least 1s"),
         ("a:\n  model: x\n  pin: maybe", 3, "true or false"),

@@ -25,6 +25,7 @@ SERVE = GROUP.commands["serve"]
 
 # Option → a value other than its default. Booleans have the form of the environment and of a file.
 VALUES = {
+    "runtime": "torch",
     "device": "cpu",
     "dtype": "bfloat16",
     "quantize": "int8",

@@ -45,9 +45,10 @@ def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> Non
         name="m", architecture="A", vocab_size=10, context_limit=4096, families=(FULL, STATE),
         weights_fingerprint="w", dtype="bfloat16", kv_dtype="bfloat16", device="cpu", parameters=1234,
         rope_regime="longrope<=4096", execution_mode="one sequence per forward", mode_reason="its layers ask for it",
+        runtime="mlx",
     )  # fmt: skip
     numbers = numbers_of(description, 16)
-    assert numbers["execution_mode"] == "one sequence per forward"
+    assert (numbers["runtime"], numbers["execution_mode"]) == ("mlx", "one sequence per forward")
     assert (numbers["speculation"], numbers["speculation_reason"]) == ("ngram", "")
     assert numbers_of(description, 16, "not asked for")["speculation_reason"] == "not asked for"
     assert numbers["families"] == [
@@ -59,6 +60,7 @@ def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> Non
     assert ("runs", "one sequence per forward: its layers ask for it") in rows
     assert ("layers", "state × 2 layers, 4.9 KiB per state") in rows
     assert ("RoPE", "longrope<=4096") in rows
+    assert ("runtime", "mlx") in rows
     assert families_in_words(description.families) == "full × 1 layer + state × 2 layers"
     assert in_units(1023) == "1,023 bytes"
 
@@ -83,6 +85,7 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
     out = capsys.readouterr().out
     for line in (
         "model           tiny",
+        "runtime         torch",
         "runs            packed",
         "layers          full × 2 layers, 512 bytes per token",
         "per checkpoint  none needed: it resumes anywhere",

@@ -21,7 +21,7 @@ def server(checkpoint: Path) -> Iterator[str]:
     arguments = ["serve", str(checkpoint), "--port", "0", "--dtype", "float32", "--served-model-name", "tiny"]
     process = Process("-m", "rootstock.cli.main", *arguments, "--device", "cpu", "--kv-budget", "8MiB")
     assert "tiny at" in process.ready
-    assert "LlamaForCausalLM, full × 2 layers, float32 on cpu" in process.ready
+    assert "LlamaForCausalLM, full × 2 layers, float32 on cpu by torch, packed" in process.ready
     assert "8.0 MiB" in process.ready
     yield process.url
     process.stop_cleanly(signal.SIGINT)

@@ -181,7 +181,8 @@ def main() -> None:
         all_measured.append(judged(partial(measure, model_type)))
         print(all_measured[-1], flush=True)
     if not only:
-        TABLE.write_text(table(all_measured))
+        _, found, on_mlx = TABLE.read_text().partition("\n## ")  # written by I1
+        TABLE.write_text(table(all_measured) + found + on_mlx)
     served = [m for m in all_measured if m.is_served and m.model_type in ARCHITECTURES]
     refused = [m for m in all_measured if m.refused and m.model_type in REFUSED]
     conclude(

@@ -22,6 +22,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.select import leave_out_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class OwnEngine:
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     quantize: str = "none"
+    runtime: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,18 @@ def _rows_of_engine(config: BenchConfig, own: OwnEngine) -> Iterator[Row]:
             served_name=NAME,
             threads=own.threads,
             quantize=own.quantize,
+            runtime=own.runtime,
         )
     else:
         model = ModelConfig(
-            own.model, own.device, own.dtype or "auto", threads=own.threads, quantize=own.quantize
+            own.model,
+            own.device,
+            own.dtype or "auto",
+            threads=own.threads,
+            quantize=own.quantize,
+            runtime=own.runtime,
         )
+    leave_out_torch((model,))
     # The engines run one after the other: two at once would need twice the memory.
     if "cold" in states or "warm" in states:
         yield from _rows_with_cache(config, own, model, states)
@@ -213,6 +222,7 @@ def _setting_of_engine(described: ModelDescription) -> Setting:
         described.parameters,
         described.dtype,
         described.device,
+        described.runtime,
     )
 
 

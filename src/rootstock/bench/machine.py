@@ -87,4 +87,4 @@ def _accelerator(device: str) -> str | None:
         import torch
 
         return str(torch.cuda.get_device_name(device))
-    return "Metal" if device == "mps" else None
+    return "Metal" if device in ("mps", "gpu") else None  # torch's name of it, and MLX's

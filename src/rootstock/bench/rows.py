@@ -39,6 +39,7 @@ class Setting:
     parameters: int | None
     dtype: str | None
     device: str | None
+    runtime: str | None = None  # None: the server does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from rootstock.cli.stored_prefixes import (
 from rootstock.config import parse_bytes
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.runtime.select import leave_out_torch
 from rootstock.server.declared_prompts import read_warm_file
 from rootstock.tiers.base import AlreadyStored, NotStored, Off, Stored
 from rootstock.tiers.disk.archive import Unreadable, read_places
@@ -153,7 +154,7 @@ def list_prefixes(
 
     With --tokenizer, also the first and last words. With --disk-budget, also the used share of it."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
-    loaded = None if tokenizer is None else HFTokenizer.load(tokenizer)
+    loaded = None if tokenizer is None else _load_tokenizer(tokenizer)
     with _opened(DiskTier.open_as_found(folder)) as tier:
         with progress_bar("Reading the index") as progress:
             prefixes = Prefixes.of(counting(tier.entries(), progress))
@@ -185,6 +186,11 @@ def list_prefixes(
     mark = "" if sys.stdout.isatty() else "# "
     for line in summary_in_words(summary, prefixes, len(shown), now_s):
         print(f"{mark}{line}")
+
+
+def _load_tokenizer(model: str) -> HFTokenizer:
+    leave_out_torch(())  # no model is loaded
+    return HFTokenizer.load(model)
 
 
 # -- export and import ---------------------------------------------------------------------------------------------
@@ -263,7 +269,7 @@ def export(
     if prefix_tokens is not None:
         chosen_tokens = [parse_tokens(prefix_tokens)]
     elif prefix_text is not None and tokenizer is not None:
-        loaded = HFTokenizer.load(tokenizer)
+        loaded = _load_tokenizer(tokenizer)
         # The text as a completion and as a chat: some tokenizers put a first token before a completion.
         chosen_tokens = [loaded.encode(prefix_text), loaded.encode_chat(prefix_text)]
         if not len(chosen_tokens[1]):

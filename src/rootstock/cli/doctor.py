@@ -1,10 +1,9 @@
-"""`rootstock doctor`: what this machine can do, and what would make a server on it faster."""
+"""`rootstock doctor`: this machine's abilities, and changes that would make a server on it faster."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -19,8 +18,16 @@ import typer
 
 from rootstock._version import __version__
 from rootstock.bench.machine import this_machine
-from rootstock.errors import StartupError
+from rootstock.cli import options
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.runtime.select import (
+    choose_runtime,
+    device_memory,
+    is_apple_silicon,
+    is_installed,
+)
 from rootstock.units import MIB, in_units
 
 DISK_TEST_BYTES = 256 * MIB
@@ -45,7 +52,7 @@ class Finding:
 
     name: str
     value: str
-    faster: str = ""  # what would be faster, and how
+    faster: str = ""  # a faster choice
 
 
 def doctor(
@@ -53,10 +60,12 @@ def doctor(
         Path | None,
         typer.Option(metavar="DIR", help="Directory for --disk-dir of a server: its disk is measured."),
     ] = None,
+    runtime: options.Runtime = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what this machine can do, which kernels a server uses, and what would be faster."""
-    found = [*_software(), *_processor(), *_memory(), *_device(), *_kernels()]
+    """Show this machine's abilities, the runtime and kernels that a server uses, and faster choices."""
+    ModelConfig("", runtime=runtime)  # refuses an invalid name
+    found = [*_software(), *_processor(), *_memory(), *_runtime(runtime)]
     if disk_dir is not None:
         found += _disk(disk_dir)
     if as_json:
@@ -75,7 +84,7 @@ def doctor(
 def _software() -> Iterator[Finding]:
     yield Finding("rootstock", __version__)
     yield Finding("python", platform.python_version())
-    for package in ("torch", "transformers", "numba", "triton"):
+    for package in ("mlx", "mlx-lm", "torch", "transformers", "numba", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield Finding(package, importlib.metadata.version(package))
 
@@ -107,12 +116,47 @@ def _memory() -> Iterator[Finding]:
     yield Finding("free memory", f"{in_units(free)} of {this_machine().ram_gib} GiB")
 
 
-def _device() -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
+def _runtime(asked: str) -> Iterator[Finding]:
+    """Yields the runtime that a server chooses, the reason, and its device on this machine."""
+    name = f"runtime (--runtime {asked})"
+    try:
+        chosen = choose_runtime(asked)
+    except InvalidOption as error:
+        yield Finding(name, "none: it is not installed", f"No model can be served without {error.allowed}.")
+        return
+    remedy = ""
+    if is_apple_silicon() and not is_installed("mlx"):
+        remedy = "Install MLX, the runtime for Apple Silicon: pip install 'rootstock[mlx]'."
+    yield Finding(name, f"{chosen.runtime}: {chosen.reason}", remedy)
+    if chosen.runtime == "mlx":
+        yield from _mlx_device()
+    else:
+        yield from _torch_device()
+        yield from _torch_kernels()
+
+
+def _mlx_device() -> Iterator[Finding]:
+    try:
+        import mlx.core as mx
+    except ImportError as error:  # its library for this system is a package of its own
+        yield Finding("device", f"none: {error}", "Install all of MLX: pip install 'rootstock[mlx]'.")
+        return
+    if not mx.metal.is_available():
         yield Finding(
-            "device", "none: torch is not installed", "Install torch: no model can be served without it."
+            "device",
+            "CPU: MLX finds no GPU of Apple",
+            "MLX computes slowly here. Install torch: pip install 'rootstock[torch]'.",
         )
         return
+    told = mx.device_info()
+    total, most = int(told["memory_size"]), int(told["max_recommended_working_set_size"])
+    free = device_memory(ModelConfig("", runtime="mlx")).free_bytes
+    yield Finding("device", f"{told['device_name']}, GPU")
+    about = f"{in_units(free)} free; the GPU should use at most {in_units(most)} of {in_units(total)}"
+    yield Finding("memory for models", about)
+
+
+def _torch_device() -> Iterator[Finding]:
     import torch
 
     from rootstock.runtime.torch.runner import resolve_device, resolve_dtype
@@ -137,9 +181,7 @@ def _device() -> Iterator[Finding]:
     )
 
 
-def _kernels() -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return
+def _torch_kernels() -> Iterator[Finding]:
     from rootstock.runtime.torch.attention_backends import compiled_for
     from rootstock.runtime.torch.runner import resolve_device
 

@@ -43,6 +43,7 @@ from rootstock.logs import announce, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
+from rootstock.runtime.select import leave_out_torch, load_embedder, load_model
 from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
@@ -119,6 +120,7 @@ def serve(
     more_models: options.MoreModels = None,
     _config: options.ConfigFile = None,
     models_file: options.ModelsFile = None,
+    runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -211,6 +213,7 @@ def serve(
         attention=attention,
         memory_check=memory_check,
         adapters=tuple(map(parse_adapter, adapter or ())),
+        runtime=runtime,
     )
     cache_config = CacheConfig(
         block_size,
@@ -320,6 +323,7 @@ def run_server(
         one = ServedModelConfig(model.served_name or name_of(model.model), model)
         serve_models((one,), cache, engine, tier, server, sampling_source, start)
         return
+    leave_out_torch((model,))
     with LoadProgress() as progress:
         defaults = SamplingDefaults()
         if sampling_source is SamplingSource.model:
@@ -361,6 +365,7 @@ def _announce_writing(made: Assembly) -> None:
 @ctrl_c(AT_ONCE)
 def check_model(
     model: options.ModelPath,
+    runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -382,18 +387,19 @@ def check_model(
         threads,
         quantize=quantize,
         memory_check=memory_check,
+        runtime=runtime,
     )
     CacheConfig(block_size)  # refuses an invalid block size
 
     with LoadProgress() as progress:
         directory = locate(model, with_code=trust_remote_code, progress=progress)
 
-        from rootstock.runtime.select import load_embedder, load_model
         from rootstock.server.model_card import table_of, table_of_embedder
 
         if is_embedding_model(directory):
             rows = table_of_embedder(load_embedder(config, directory).description)
         else:
+            leave_out_torch((config,))
             rows = table_of(load_model(config, progress, directory=directory).description, block_size)
     for name, value in rows:
         print(f"{name:<14}  {value}")
@@ -440,6 +446,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for the rows (.jsonl) and the plot (.png).")] = Path(
         "bench/results"
     ),
+    runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: Annotated[str | None, options.DTYPE] = None,
     quantize: options.Quantize = _MODEL.quantize,
@@ -475,6 +482,7 @@ def bench(
         CacheConfig(block_size, _budget_bytes(kv_budget)),
         EngineConfig(max_batch, chunk_tokens),
         quantize,
+        runtime,
     )
     raise typer.Exit(run_bench(config, own))
 
@@ -501,8 +509,8 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         costs += f" and {in_units(checkpoint)} per checkpoint"
     return (
         f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, "
-        f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, "
-        f"{described.execution_mode} · {costs}, "
+        f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device} by "
+        f"{described.runtime}, {described.execution_mode} · {costs}, "
         f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_tiers_in_words(made.tier)}"
         f"{'' if made.serves_chat else NO_CHAT}"
     )

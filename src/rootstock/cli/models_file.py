@@ -134,6 +134,7 @@ def _template(text: str) -> str:
 
 _OPTIONS: dict[str, Change] = {
     "model": _of_model("model"),
+    "runtime": _of_model("runtime"),
     "device": _of_model("device"),
     "dtype": _of_model("dtype"),
     "quantize": _of_model("quantize"),

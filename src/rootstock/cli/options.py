@@ -182,7 +182,15 @@ AdapterDirectory = Annotated[
         show_default="none: no adapter may be loaded then",
     ),
 ]
-Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
+Runtime = Annotated[
+    str,
+    option(
+        MODEL,
+        "--runtime",
+        "Library that computes the model: torch, mlx, or auto (mlx on Apple Silicon if it is installed, else torch).",
+    ),
+]
+Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps. MLX: auto or cpu.")]
 DTYPE = option(MODEL, "--dtype", "Data type of the model: auto, float32, bfloat16 or float16.")
 Dtype = Annotated[str, DTYPE]
 Quantize = Annotated[
@@ -190,12 +198,18 @@ Quantize = Annotated[
     option(
         MODEL,
         "--quantize",
-        "Weight quantization of linear layers, on a CPU: none, int8 or int4. Takes less memory and is faster at "
-        "small batch sizes, but less exact.",
+        "Weight quantization of linear layers, on a CPU or by MLX: none, int8 or int4. Takes less memory and is "
+        "faster at small batch sizes, but less exact.",
     ),
 ]
 Threads = Annotated[
-    int | None, option(MODEL, "--threads", "CPU threads of a forward.", show_default="chosen by torch")
+    int | None,
+    option(
+        MODEL,
+        "--threads",
+        "CPU threads of a forward, of the torch runtime.",
+        show_default="chosen by the runtime",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, option(MODEL, "--trust-remote-code", "Run Python code that comes with the model.")
@@ -264,8 +278,8 @@ KVDtype = Annotated[
     option(
         CACHE,
         "--kv-dtype",
-        "Data type of cached K and V: auto (the model's), or int8 on a CPU, which takes about half the memory of "
-        "bfloat16 and is less exact.",
+        "Data type of cached K and V: auto (the model's), or int8 on a CPU or by MLX, which takes about half the "
+        "memory of bfloat16 and is less exact.",
     ),
 ]
 StateDtype = Annotated[

@@ -26,7 +26,7 @@ from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import locate, weight_files
-from rootstock.runtime.select import device_memory, load_embedder
+from rootstock.runtime.select import device_memory, leave_out_torch, load_embedder
 from rootstock.units import in_units
 
 if TYPE_CHECKING:
@@ -201,6 +201,8 @@ def serve_models(
                 show(stage, done)
 
         models = with_tasks(models, report)
+        if all(one.task == "generate" for one in models):
+            leave_out_torch(one.model for one in models)
         budget = shared_budget(models, cache, engine, report)
 
         from rootstock.server.app import create_app

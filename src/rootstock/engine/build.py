@@ -140,7 +140,8 @@ def build_engine(
     """
     report = progress or (lambda stage, done: None)
     directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
-    # Reports broken files before torch is imported, and a missing tokenizer before minutes of loading weights.
+    # Reports broken files before the runtime's library is imported, and a missing tokenizer before minutes of loading
+    # weights.
     check_configs(model.model, directory)
     weight_files(model.model, directory)
     check_architecture(model, directory)

@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     """
 
     # ModelConfig
+    runtime: str
     device: str
     dtype: str
     served_name: str | None

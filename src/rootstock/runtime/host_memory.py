@@ -12,6 +12,7 @@ from typing import Any
 
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import PoolMemory
+from rootstock.runtime.mac_memory import available_bytes
 from rootstock.units import in_units
 
 
@@ -36,7 +37,10 @@ def _system_free_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Without /proc the free memory is unknown: macOS and the BSDs report only the total. Half of it is assumed free.
+    available = available_bytes()
+    if available is not None:
+        return available
+    # Without /proc the free memory is unknown: the BSDs report only the total. Half of it is assumed free.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 

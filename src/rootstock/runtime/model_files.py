@@ -35,6 +35,7 @@ _MAX_INDEX_BYTES = 256 << 20
 _MAX_LAYERS = 10_000  # transformers builds a module for each layer before it reads the weights
 _MAX_EOS_TOKENS = 1000
 _HASH_CHUNK_BYTES = 16 << 20
+_MAX_DETAIL_CHARS = 300  # of a library's message
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
@@ -292,3 +293,9 @@ def fingerprint(directory: Path, files: list[Path], architecture: str, progress:
 def first_line(error: object) -> str:
     text = str(error).strip().splitlines()
     return (text[0] if text else type(error).__name__).rstrip(".")
+
+
+def in_one_line(error: object) -> str:
+    """Returns a library's message of several lines as one, shortened."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= _MAX_DETAIL_CHARS else f"{text[:_MAX_DETAIL_CHARS]}…").rstrip(".")

@@ -5,9 +5,13 @@ A runtime's library is imported only when its functions are called.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import platform
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,38 +23,88 @@ from rootstock.runtime.model_files import Progress
 
 RuntimeName = Literal["torch", "mlx"]
 
-
-def select_runtime(asked: str) -> RuntimeName:
-    """Returns the runtime for --runtime; "auto" is MLX on Apple Silicon if it is installed. Raises InvalidOption."""
-    match asked:
-        case "auto":
-            if _is_apple_silicon() and _has_mlx():
-                return "mlx"
-            if not _has("torch"):
-                if _has_mlx():
-                    return "mlx"
-                raise InvalidOption("--runtime", asked, "torch or mlx, and neither is installed: install one")
-            return "torch"
-        case "mlx":
-            if not _has_mlx():
-                raise InvalidOption("--runtime", asked, "torch, or install it: pip install 'rootstock[mlx]'")
-            return "mlx"
-        case _:
-            if not _has("torch"):
-                raise InvalidOption("--runtime", asked, "mlx, or install it: pip install 'rootstock[torch]'")
-            return "torch"
+# Devices that torch names. MLX has one GPU at most, and uses it by itself.
+_DEVICES_OF_TORCH = ("cuda", "mps")
 
 
-def _is_apple_silicon() -> bool:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A runtime, and the reason why it was chosen."""
+
+    runtime: RuntimeName
+    reason: str
+
+
+def choose_runtime(asked: str, device: str = "auto") -> Choice:
+    """Returns the runtime for --runtime and --device, and the reason. Raises InvalidOption.
+
+    "auto" is MLX on Apple Silicon if it is installed, and elsewhere only where torch is not installed.
+    """
+    if asked != "auto":
+        if not is_installed("mlx" if asked == "mlx" else "torch"):
+            raise InvalidOption(
+                "--runtime", asked, f"a runtime that is installed: pip install 'rootstock[{asked}]'"
+            )
+        return Choice("mlx" if asked == "mlx" else "torch", f"--runtime is {asked}")
+    has_mlx, has_torch = is_installed("mlx"), is_installed("torch")
+    if not (has_mlx or has_torch):
+        raise InvalidOption(
+            "--runtime",
+            asked,
+            "a runtime that is installed: pip install 'rootstock[mlx]' on Apple Silicon, and "
+            "'rootstock[torch]' elsewhere",
+        )
+    if not has_torch:
+        return Choice("mlx", "torch is not installed")
+    if device in _DEVICES_OF_TORCH:
+        return Choice("torch", f"--device {device} is a device of torch")
+    if not is_apple_silicon():
+        return Choice("torch", "MLX is for Apple Silicon")
+    if not has_mlx:
+        return Choice("torch", "MLX is not installed")
+    return Choice("mlx", "this is Apple Silicon, and MLX is installed")
+
+
+def is_apple_silicon() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
-def _has_mlx() -> bool:
-    return _has("mlx") and _has("mlx_lm")
+def is_installed(runtime: RuntimeName) -> bool:
+    packages = ("mlx", "mlx_lm") if runtime == "mlx" else ("torch",)
+    return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def leave_out_torch(models: Iterable[ModelConfig]) -> None:
+    """Keeps transformers from importing torch for a tokenizer, if no model of this process needs torch.
+
+    For a process that is Rootstock's own: transformers has no models in it. Raises InvalidOption.
+    """
+    if any(_runtime_of(model) == "torch" for model in models):
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    if {"torch", "transformers"} & set(sys.modules):
+        return
+    # Python takes a module that is None for absent, and transformers remembers that it is.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("transformers")
+    finally:
+        del sys.modules["torch"]
+
+
+def _runtime_of(config: ModelConfig) -> RuntimeName:
+    """Returns the runtime of a model. MLX, if it is the one, can be imported. Raises InvalidOption."""
+    chosen = choose_runtime(config.runtime, config.device).runtime
+    if chosen == "mlx":
+        try:
+            importlib.import_module("mlx.core")
+        except ImportError as error:  # its library for this system is a package of its own
+            raise InvalidOption(
+                "--runtime",
+                "mlx",
+                f"torch, or install all of MLX: pip install 'rootstock[mlx]' ({error})",
+            ) from error
+    return chosen
 
 
 def check_architecture(config: ModelConfig, directory: Path) -> None:
@@ -58,7 +112,7 @@ def check_architecture(config: ModelConfig, directory: Path) -> None:
 
     Raises ModelFileInvalid or ModelUnsupported.
     """
-    if select_runtime(config.runtime) == "mlx":
+    if _runtime_of(config) == "mlx":
         from rootstock.runtime.mlx.weights import check_architecture
 
         check_architecture(config.model, directory)
@@ -79,7 +133,7 @@ def load_model(
 
     `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
     """
-    if select_runtime(config.runtime) == "mlx":
+    if _runtime_of(config) == "mlx":
         from rootstock.runtime.mlx import load as mlx_load
 
         return mlx_load.load_model(config, progress, demands, directory=directory)
@@ -90,7 +144,7 @@ def load_model(
 
 def leave_to_engine_thread(config: ModelConfig) -> None:
     """Ends what the calling thread has left of its computations: from here on only the engine's thread computes."""
-    if select_runtime(config.runtime) == "torch":
+    if _runtime_of(config) == "torch":
         from rootstock.kernels.cpu.threads import end_team
 
         end_team()
@@ -98,8 +152,12 @@ def leave_to_engine_thread(config: ModelConfig) -> None:
 
 def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None = None) -> Embedder:
     """Loads an embedding model. Raises InvalidOption or ModelError."""
-    if config.runtime == "mlx" or not _has("torch"):
-        raise InvalidOption("--runtime", config.runtime, "torch: the MLX runtime has no embedding models")
+    if config.runtime == "mlx":
+        raise InvalidOption("--runtime", config.runtime, "auto or torch: MLX computes no embedding models")
+    if not is_installed("torch"):
+        raise InvalidOption(
+            "--runtime", config.runtime, "torch for an embedding model: pip install 'rootstock[torch]'"
+        )
     from rootstock.runtime.torch import embedder
 
     return embedder.load_embedder(config, directory, demands)
@@ -107,7 +165,7 @@ def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None 
 
 def device_memory(config: ModelConfig) -> DeviceMemory:
     """Returns the memory in which a model's pools will be, before it is loaded. Raises InvalidOption."""
-    if select_runtime(config.runtime) == "mlx":
+    if _runtime_of(config) == "mlx":
         from rootstock.runtime.mlx import memory
 
         return memory.device_memory()

@@ -53,6 +53,7 @@ def numbers_of(
         "dtype": description.dtype,
         "quantize": description.quantize,
         "kv_dtype": description.kv_dtype,
+        "runtime": description.runtime,
         "execution_mode": description.execution_mode,
         "mode_reason": description.mode_reason,
         "speculation": "off" if why_no_drafts is not None else "ngram",
@@ -99,6 +100,7 @@ def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, 
     return [
         ("model", description.name),
         ("architecture", f"{description.architecture}, {description.parameters:,} parameters"),
+        ("runtime", description.runtime),
         (
             "runs",
             description.execution_mode + (f": {description.mode_reason}" if description.mode_reason else ""),

@@ -26,7 +26,6 @@ from rootstock.errors import (
     SelfCheckFailed,
 )
 from rootstock.runtime.base import Batch, Segment
-from rootstock.runtime.torch.inspect.config import context_limit
 from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
 from runtime.torch.helpers import assert_agrees, pool_of
 from twins.driving import BLOCK_SIZE, BLOCKS, load, random_tokens
@@ -308,17 +307,6 @@ def test_frequencies_that_depend_on_the_batch_cap_the_context(
     # Up to the limit, a short sequence packed with the longest one gets its own frequencies.
     longest = min(limit, 300)
     assert_agrees(runtime, tmp_path, (longest, 30), [{0: longest, 1: 30}])
-
-
-def test_a_regime_of_one_layer_kind_counts() -> None:
-    class Nested:
-        max_position_embeddings = 1000
-        rope_parameters = {  # noqa: RUF012
-            "sliding_attention": {"rope_type": "default"},
-            "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 100},
-        }
-
-    assert context_limit(Nested()) == (100, "longrope<=100")
 
 
 # ---------------------------------------------------------------------------------------------- forward

@@ -9,37 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from rootstock.cache.families import ChunkedAttention
+from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.mlx.stand_ins import PoolView, StandIn
-
-
-class PagedKernel(Protocol):
-    """Kernel that reads the pools through block tables."""
-
-    def serves(self, q_heads: int, kv_heads: int, key_dim: int, value_dim: int, rows: int) -> bool:
-        """Returns whether the kernel takes these shapes, with so many new rows of each sequence."""
-        ...
-
-    def attend(
-        self,
-        query: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        table: mx.array,
-        sequence_of: mx.array,
-        first: mx.array,
-        ends: mx.array,
-        *,
-        block_size: int,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Computes [rows, q_heads, value_dim] of queries [rows, q_heads, key_dim]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -51,9 +27,8 @@ class AttentionCounters:
 class PoolAttention:
     """Attention of one runtime's calls on its pools."""
 
-    def __init__(self, block_size: int, kernel: PagedKernel | None) -> None:
+    def __init__(self, kernel: PagedKernel | None) -> None:
         self.counters = AttentionCounters()
-        self._block_size = block_size
         self._kernel = kernel
 
     def serves(self, keys: Any, values: Any, mask: Any) -> bool:
@@ -86,19 +61,15 @@ class PoolAttention:
             and kernel.serves(query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new)
         ):
             self.counters.by_kernel += 1
-            paged = rows.paged(window)
             flat = query.transpose(0, 2, 1, 3).reshape(-1, query.shape[1], query.shape[3])
             attended = kernel.attend(
                 flat,
                 pool.keys,
-                pool.values,
-                paged.table,
-                paged.sequence_of,
-                paged.first,
-                paged.ends,
-                block_size=self._block_size,
+                None if shape.shares_values else pool.values,
+                rows.paged(window),
                 scale=scale,
                 sinks=sinks,
+                shared_value_dim=shape.value_dim,
             )
             return attended.reshape(rows.count, rows.new, *attended.shape[1:]).transpose(0, 2, 1, 3)
         parts = [self._row(stand_in, row, query, scale, window, sinks) for row in range(rows.count)]

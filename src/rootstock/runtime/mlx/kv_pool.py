@@ -195,7 +195,7 @@ class KVPool:
     def read(self, family: int, block: int, tokens: int) -> list[HostBytes]:
         """Copies the first positions of a block to the host, layer by layer."""
         first = self._first_slot(family, block, tokens)
-        return [to_host(array[first : first + tokens]) for array in self._of(family)]
+        return to_host([array[first : first + tokens] for array in self._of(family)])
 
     def buffer_bytes(self, family: int, tokens: int) -> list[int]:
         """Returns the sizes of the buffers of `read`."""
@@ -222,10 +222,11 @@ class KVPool:
         return block * self.block_size
 
 
-def to_host(array: mx.array) -> HostBytes:
-    """Copies an array to the host as bytes. The array and its views can be dropped afterwards."""
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    return np.array(flat)
+def to_host(arrays: Sequence[mx.array]) -> list[HostBytes]:
+    """Copies arrays to the host as bytes, in one transfer, of which the results are views."""
+    joined = np.array(mx.concatenate([array.reshape(-1).view(mx.uint8) for array in arrays]))
+    ends = np.cumsum([array.nbytes for array in arrays])
+    return np.split(joined, ends[:-1])
 
 
 def from_host(buffer: HostBytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:

@@ -11,26 +11,17 @@ itself, they never are, and a call's cost in Python does not grow with the conte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.types import BlockIds
+from rootstock.kernels.metal.launch import StepRows
 
 SPARE_SLOTS = 2  # of a pool, after its blocks: the one of zeros, and the one for padding
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """Arguments of a kernel that reads the pool through block tables. One entry for each query row."""
-
-    table: mx.array  # [sequences, blocks] int32
-    sequence_of: mx.array  # [rows] int32
-    first: mx.array  # [rows] int32, the first position that the row sees
-    ends: mx.array  # [rows] int32, the position after its last
 
 
 class FamilyRows:
@@ -67,7 +58,7 @@ class FamilyRows:
         self._zero_slot = blocks * block_size
         self._padding_slot = self._zero_slot + 1
         self._masks: dict[int | None, mx.array] = {}
-        self._paged: dict[int | None, PagedRows] = {}
+        self._paged: dict[int | None, StepRows] = {}
 
     def _checked(self, table: BlockIds, start: int, end: int, blocks: int) -> BlockIds:
         """Returns the table up to `end`. MLX checks no bounds, so wrong ids would silently read other rows."""
@@ -96,13 +87,17 @@ class FamilyRows:
         return mx.array(slots.reshape(-1))
 
     @cached_property
-    def _table(self) -> mx.array:
+    def _padded_tables(self) -> NDArray[np.int32]:
         """Returns the block tables [sequences, blocks], padded at the end and where blocks were released."""
         width = max(len(table) for table in self._tables)
         padded = np.zeros((self.count, width), np.int32)
         for row, table in enumerate(self._tables):
             padded[row, : len(table)] = np.maximum(table, 0)
-        return mx.array(padded)
+        return padded
+
+    @cached_property
+    def _table(self) -> mx.array:
+        return mx.array(self._padded_tables)
 
     @cached_property
     def _positions(self) -> mx.array:
@@ -153,18 +148,21 @@ class FamilyRows:
             self._masks[window] = seen
         return self._masks[window]
 
-    def paged(self, window: int | None) -> PagedRows:
-        """Returns a kernel's arguments for all sequences and rows, padding included."""
+    def paged(self, window: int | None) -> StepRows:
+        """Returns a paged kernel's rows for all sequences. Padding sees nothing."""
         if window not in self._paged:
             at = np.array(self.pasts, np.int32)[:, None] + np.arange(self.new, dtype=np.int32)
-            at = np.minimum(at, np.array(self.ends, np.int32)[:, None] - 1)  # padding repeats the last row
             first = np.zeros_like(at)
             if window is not None:
                 first = np.maximum(first, at - window + 1)
             if isinstance(self.family, ChunkedAttention):
                 first = np.maximum(first, at - at % self.family.chunk)
-            sequences = np.repeat(np.arange(self.count, dtype=np.int32), self.new)
-            self._paged[window] = PagedRows(
-                self._table, mx.array(sequences), mx.array(first.reshape(-1)), mx.array(at.reshape(-1) + 1)
+            ends = np.where(at < np.array(self.ends, np.int32)[:, None], at + 1, 0)
+            self._paged[window] = StepRows(
+                self._padded_tables,
+                np.repeat(np.arange(self.count, dtype=np.int32), self.new),
+                first.reshape(-1).astype(np.int32),
+                ends.reshape(-1).astype(np.int32),
+                self._block_size,
             )
         return self._paged[window]

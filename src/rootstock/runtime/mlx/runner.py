@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.errors import PoolsLost
+from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
-from rootstock.runtime.mlx.attention import PagedKernel, PoolAttention, attention_on_pools
+from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
@@ -31,8 +32,9 @@ from rootstock.runtime.mlx.stand_ins import StandIn
 from rootstock.runtime.mlx.state_pool import StatePool, States
 from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
 
-# Most rows of a sequence in a call that pads others to as many. Decodes have one, drafts a few more.
-_PADDED_ROWS = 16
+# Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading
+# the weights, which a second call would read again.
+_PADDED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class MlxRuntime:
     def free_bytes(self) -> int:
         return free_bytes()
 
+    def release_unused(self) -> None:
+        mx.clear_cache()
+
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         assert self._pool is None, "the pools are made once"
         layout, of_family = self._layout, list(zip(rows, self._layout.families, strict=True))
@@ -95,7 +100,7 @@ class MlxRuntime:
         if slots:
             self._states = StatePool(layout.states, slots[0])
         if self.description.execution_mode == "batched":
-            self._attention = PoolAttention(block_size, self._served.kernel)
+            self._attention = PoolAttention(self._served.kernel)
 
     def apply(self, plan: Plan) -> None:
         with mx.stream(self._device):
@@ -158,30 +163,32 @@ class MlxRuntime:
     def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
         """Divides a step's segments into calls of the model, those without logits first."""
         unscored: list[_Call] = []
-        groups: dict[tuple[int, bool], _Call] = {}
-        alone: list[_Call] = []
+        scored: list[tuple[int, Segment]] = []
         for number, segment in enumerate(segments):
             rest = segment
             if lead := len(segment.tokens) - segment.logits_to_keep:
                 first = replace(segment, tokens=segment.tokens[:lead], logits_to_keep=0)
                 unscored.append(_Call([number], [first]))
                 rest = replace(segment, tokens=segment.tokens[lead:], past=segment.past + lead)
-            if not len(rest.tokens):
-                continue
-            if self.description.execution_mode == "one sequence per forward":
-                alone.append(_Call([number], [rest]))
-                continue
-            group = groups.setdefault(self._group_of(rest), _Call([], []))
-            group.numbers.append(number)
-            group.segments.append(rest)
-        return [*unscored, *groups.values(), *alone]
+            if len(rest.tokens):
+                scored.append((number, rest))
+        return [*unscored, *self._shared_calls(scored)]
 
-    def _group_of(self, segment: Segment) -> tuple[int, bool]:
-        """Returns (padded number of rows, whether the sequence begins): segments of equal groups share a call."""
-        new = len(segment.tokens)
-        if self._layout.has_states:  # padding would go into the states, and a beginning has none
-            return new, segment.past == 0
-        return (_PADDED_ROWS if new <= _PADDED_ROWS else new), False
+    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_Call]:
+        """Groups segments that have logits of all their rows."""
+        if self.description.execution_mode == "one sequence per forward":
+            return [_Call([number], [segment]) for number, segment in scored]
+        longest = max((len(segment.tokens) for _, segment in scored), default=0)
+        # Padding would go into recurrent states.
+        pads = not self._layout.has_states and longest * len(scored) <= _PADDED_ROWS
+        groups: dict[tuple[int, bool], _Call] = {}
+        for number, segment in scored:
+            # States of a sequence that begins are made by the model itself.
+            group = (0 if pads else len(segment.tokens), self._layout.has_states and segment.past == 0)
+            call = groups.setdefault(group, _Call([], []))
+            call.numbers.append(number)
+            call.segments.append(segment)
+        return list(groups.values())
 
     def _guarded_call(self, call: _Call) -> NDArray[np.float32] | None:
         """Calls the model. Raises PoolsLost if an exception has left the pools unusable."""

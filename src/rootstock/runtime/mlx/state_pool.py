@@ -87,7 +87,7 @@ class StatePool:
         if self._last is not None and slot in self._last.slots:
             self._split()
         state = self._rows[slot]
-        return [to_host(_there(array)) for path, number, _ in self._kept() for array in [state[path][number]]]
+        return to_host([_there(state[path][number]) for path, number, _ in self._kept()])
 
     def place(self, slot: int, buffers: Sequence[HostBytes]) -> None:
         """Makes filled buffers the state of a slot."""

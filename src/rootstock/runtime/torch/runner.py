@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from rootstock.runtime.base import (
 )
 from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_longer_context
+from rootstock.runtime.model_config import context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
     Progress,
     fingerprint,
@@ -47,7 +48,7 @@ from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch.fallback import Served, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
-from rootstock.runtime.torch.inspect.config import context_limit, refuse_unknown_kinds, text_config
+from rootstock.runtime.torch.inspect.config import refuse_unknown_kinds, text_config
 from rootstock.runtime.torch.inspect.layout import Layout
 from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
@@ -140,7 +141,7 @@ def load_model(
             device=str(device),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             rope_regime=regime,
-            eos_token_ids=_eos_token_ids(model),
+            eos_token_ids=eos_token_ids(getattr(model, "generation_config", None), text_config(model)),
             quantize=config.quantize,
             layout=_layout_name(layout),
             memory=_memory_kind(device),
@@ -460,13 +461,3 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _names_of(dtypes: set[torch.dtype]) -> str:
     return "+".join(sorted(_name_of(dtype) for dtype in dtypes))
-
-
-def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of generation_config.json, or of config.json if it has none."""
-    for source in (getattr(model, "generation_config", None), text_config(model)):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            ids: Iterable[int] = found if isinstance(found, (list, tuple)) else [found]
-            return tuple(int(i) for i in ids)
-    return ()

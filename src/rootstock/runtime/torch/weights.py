@@ -18,9 +18,8 @@ from rootstock.runtime.model_files import (
     GENERATION_CONFIG,
     check_configs,
     first_line,
+    in_one_line,
 )
-
-_MAX_DETAIL_CHARS = 300  # of transformers' messages
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -34,7 +33,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
             with quiet():
                 GenerationConfig.from_pretrained(directory)
         except Exception as error:  # transformers compares fields of any types with each other
-            raise ModelFileInvalid(model, GENERATION_CONFIG, _in_one_line(error)) from error
+            raise ModelFileInvalid(model, GENERATION_CONFIG, in_one_line(error)) from error
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except ValueError as error:
@@ -44,7 +43,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
             reason = first_line(error)
         raise ModelUnsupported(model, reason) from error
     except Exception as error:  # the code that reads a configuration checks it, and may raise anything
-        raise ModelFileInvalid(model, CONFIG, _in_one_line(error)) from error
+        raise ModelFileInvalid(model, CONFIG, in_one_line(error)) from error
 
 
 def empty_model(
@@ -118,8 +117,3 @@ def quiet() -> Iterator[None]:
 
 def _some(names: list[str]) -> str:
     return f"among them {', '.join(names[:3])}" if len(names) > 3 else ", ".join(names)
-
-
-def _in_one_line(error: object) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return (text if len(text) <= _MAX_DETAIL_CHARS else f"{text[:_MAX_DETAIL_CHARS]}…").rstrip(".")

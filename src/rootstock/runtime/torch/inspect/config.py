@@ -1,4 +1,4 @@
-"""Declarations of a model's configuration: kinds of layers, context limit and RoPE regime."""
+"""Kinds of layers that a model's configuration declares."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rootstock.runtime.torch.hooks import LayerUnsupported
-
-_UNLIMITED = 1 << 20  # positions, for a model that declares no limit (ALiBi, recurrent models)
 
 NO_MEMORY = "dummy"  # transformers' name for a layer that keeps no cache
 
@@ -63,35 +61,3 @@ def layer_class(model: nn.Module, index: int) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return type(module[index]).__name__
     return type(model).__name__
-
-
-def context_limit(config: Any) -> tuple[int, str]:
-    """Returns (positions that the model can serve, RoPE regime or "").
-
-    RoPE of type "dynamic" and "longrope" takes its frequencies from the longest sequence of a forward. A short
-    sequence packed with a long one would get wrong frequencies, and cached K would be wrong. Such models are served
-    up to the length at which the frequencies begin to change. The regime keeps their cached K apart from that of
-    other regimes.
-    """
-    limit = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
-    regimes = []
-    for parameters in _rope_parameters(config):
-        kind = str(parameters.get("rope_type", "default"))
-        if kind == "longrope":
-            fixed = parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            limit = min(limit, int(fixed or limit))
-        elif "dynamic" not in kind:
-            continue
-        regimes.append(kind)
-    return limit, ",".join(f"{kind}<={limit}" for kind in sorted(set(regimes)))
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Returns RoPE's parameters: one set, or one for each kind of layer."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(parameters, dict):
-        return []
-    nested = [inner for inner in parameters.values() if isinstance(inner, dict)]
-    return nested or [parameters]

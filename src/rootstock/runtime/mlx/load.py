@@ -1,0 +1,247 @@
+"""Loader of the MLX runtime: from a directory or the Hub to a runtime that has passed its self-check."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import xxhash
+from mlx_lm.utils import get_total_parameters
+
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
+from rootstock.kernels.metal.paged_attention import PagedKernel
+from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.host_memory import refuse_host_tier
+from rootstock.runtime.memory_fit import (
+    Demands,
+    refuse_beyond,
+    refuse_beyond_limit,
+    refuse_longer_context,
+)
+from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
+from rootstock.runtime.mlx.memory import free_bytes, limit_memory
+from rootstock.runtime.mlx.modes import choose_mode
+from rootstock.runtime.mlx.runner import MlxRuntime, Served, dtype_name
+from rootstock.runtime.mlx.survey import Layout, Unsupported, survey
+from rootstock.runtime.mlx.weights import (
+    arrays_of,
+    cast,
+    evaluate_weights,
+    is_quantized,
+    lazy_model,
+    quantize,
+    stored_dtype,
+)
+from rootstock.runtime.model_files import (
+    Progress,
+    fingerprint,
+    in_one_line,
+    locate,
+    public_name,
+    weight_files,
+)
+from rootstock.units import in_units
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+# Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
+# method.
+_ROUNDED = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
+
+
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    demands: Demands | None = None,
+    *,
+    directory: Path | None = None,
+) -> MlxRuntime:
+    """Loads a model from a directory or the Hub and self-checks it. The runtime is ready for `allocate`.
+
+    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    """
+    demands = demands or Demands()
+    report = progress or (lambda stage, done: None)
+    _refuse_options(config)
+    refuse_host_tier(demands.host_bytes, "unified")
+    limit_memory()
+    directory = directory or locate(config.model, with_code=False, progress=report)
+    with _on_device(config.device):
+        return _load(config, report, demands, directory)
+
+
+def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Path) -> MlxRuntime:
+    name = config.model
+    files = weight_files(name, directory)
+    checkpoint = read_checkpoint(name, directory)
+    refuse_longer_context(demands.context_limit, checkpoint.context_limit)
+    report("load", 0.0)
+    model = lazy_model(name, checkpoint, files)
+    dtype = _resolve_dtype(config.dtype, model)
+    if config.dtype != "auto" or dtype != stored_dtype(model):
+        cast(model, dtype)
+    if config.quantize != "none":
+        _quantize(model, config)
+    if config.memory_check:
+        _refuse_too_large(name, model, dtype, config.quantize, demands)
+    try:
+        weights = fingerprint(directory, files, type(model).__module__, report) + _ROUNDED[config.quantize]
+    except OSError as error:
+        raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
+    evaluate_weights(name, model, report)
+    try:
+        layout = survey(model)
+    except Unsupported as refusal:
+        raise ModelUnsupported(name, f"it {refusal}") from refusal
+    except Exception as error:  # the model's own code may raise anything
+        raise ModelUnsupported(name, f"a forward fails: {in_one_line(error)}") from error
+    served = choose_mode(
+        model,
+        layout,
+        _describe(config, checkpoint, model, layout, dtype, weights),
+        lambda served: MlxRuntime(model, served),
+        lambda done: report("check", done),
+        PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None,
+    )
+    return MlxRuntime(model, _as_stored(served) if config.kv_dtype == "int8" else served)
+
+
+def _describe(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    layout: Layout,
+    dtype: mx.Dtype,
+    weights: str,
+) -> ModelDescription:
+    return ModelDescription(
+        name=config.served_name or public_name(config.model),
+        architecture=checkpoint.architecture,
+        vocab_size=layout.vocab_size,
+        context_limit=checkpoint.context_limit,
+        families=layout.families,
+        weights_fingerprint=weights,
+        dtype=dtype_name(dtype),
+        kv_dtype=_kept_dtypes(layout),
+        device="gpu" if mx.default_device() == mx.gpu else "cpu",
+        parameters=int(get_total_parameters(model)),
+        rope_regime=checkpoint.rope_regime,
+        eos_token_ids=checkpoint.eos_token_ids,
+        quantize=config.quantize,
+        layout=_layout_name(layout),
+        runtime="mlx",
+        memory="unified",
+        lazy_states=True,
+    )
+
+
+# ---- options
+
+
+def _refuse_options(config: ModelConfig) -> None:
+    """Raises InvalidOption for options that the MLX runtime does not have."""
+    if config.trust_remote_code:
+        raise InvalidOption(
+            "--trust-remote-code", True, "omitted: the MLX runtime runs no code of a checkpoint"
+        )
+    if config.threads is not None:
+        raise InvalidOption("--threads", config.threads, "omitted: MLX chooses its threads itself")
+    if config.cuda_graphs:
+        raise InvalidOption("--cuda-graphs", True, "omitted: the MLX runtime has no CUDA graphs")
+    if config.attention != "auto":
+        raise InvalidOption(
+            "--attention", config.attention, "auto: the MLX runtime chooses its kernel itself"
+        )
+    if config.state_dtype != "auto":
+        remedy = "auto: the MLX runtime keeps recurrent states as the model computes them"
+        raise InvalidOption("--state-dtype", config.state_dtype, remedy)
+
+
+@contextlib.contextmanager
+def _on_device(asked: str) -> Iterator[None]:
+    """Computes on the device for --device; "auto" is MLX's own choice. Raises InvalidOption."""
+    if asked not in ("auto", "cpu"):
+        remedy = "auto or cpu: the MLX runtime computes on the Mac's GPU, or on a CPU"
+        raise InvalidOption("--device", asked, remedy)
+    with mx.stream(mx.cpu if asked == "cpu" else mx.default_device()):
+        yield
+
+
+def _resolve_dtype(asked: str, model: nn.Module) -> mx.Dtype:
+    """Returns the dtype for --dtype; "auto" is the checkpoint's on a GPU, float32 on a CPU, which emulates others."""
+    if asked != "auto":
+        return _DTYPES[asked]
+    stored = stored_dtype(model)
+    return stored if mx.default_device() == mx.gpu and stored in _DTYPES.values() else mx.float32
+
+
+def _quantize(model: nn.Module, config: ModelConfig) -> None:
+    """Quantizes the weights. Raises InvalidOption if they are quantized already."""
+    if is_quantized(model):
+        remedy = f"none: the weights of {config.model!r} are quantized already"
+        raise InvalidOption("--quantize", config.quantize, remedy)
+    kept = quantize(model, config.quantize)
+    if kept:
+        _log.warning(
+            "%d layers are not %s: %s, because its width is no multiple of the group size",
+            len(kept),
+            config.quantize,
+            kept[0],
+        )
+
+
+def _refuse_too_large(
+    name: str, model: nn.Module, dtype: mx.Dtype, quantization: str, demands: Demands
+) -> None:
+    """Raises ModelTooLarge if the weights do not fit in the free memory, MemoryLacks if only the KV cache does not.
+
+    The arrays are lazy: their sizes are known, and nothing is read yet.
+    """
+    words = (
+        dtype_name(dtype) if quantization == "none" else f"{dtype_name(dtype)} with {quantization} weights"
+    )
+    adapters = demands.adapter_weights * int(dtype.size)
+    if adapters:
+        words = f"{words}, with {in_units(adapters)} of LoRA adapters"
+    weights = sum(int(array.nbytes) for array in arrays_of(model)) + adapters
+    refuse_beyond(name, weights, words, "--kv-budget", demands.pool_bytes, free_bytes(), "unified memory")
+    refuse_beyond_limit(name, weights, words, demands)
+
+
+# ---- rows
+
+
+def _as_stored(served: Served) -> Served:
+    """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
+    loss of rounding is the user's choice and no error. Raises InvalidOption."""
+    if not served.layout.layers:
+        raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps no K and V")
+    layout = served.layout.with_rounded_rows()
+    description = replace(
+        served.description,
+        families=layout.families,
+        kv_dtype=_kept_dtypes(layout),
+        layout=_layout_name(layout),
+    )
+    return replace(served, layout=layout, description=description)
+
+
+def _kept_dtypes(layout: Layout) -> str:
+    dtypes = {shape.kept_dtype for shape in layout.layers.values()}
+    dtypes |= {shape.dtype for shapes in layout.states.values() for shape in shapes if shape is not None}
+    return "+".join(sorted(map(dtype_name, dtypes)))
+
+
+def _layout_name(layout: Layout) -> str:
+    """Returns a hash of the row layout: families, layers, states, and the versions of MLX and mlx-lm. The versions
+    count because mlx-lm may store other contents in the same shapes."""
+    kept = repr((layout.families, layout.layers, layout.states, "mlx", version("mlx"), version("mlx-lm")))
+    return xxhash.xxh3_64_hexdigest(kept.encode())
