@@ -82,6 +82,18 @@ def parse_draft_tokens(text: str) -> int | None:
     return int(text)
 
 
+def parse_memory_limit(text: str) -> int | None:
+    """Parses a value of `--memory-limit`: "auto" (None), "off" (0), or a size."""
+    if text == "auto":
+        return None
+    if text == "off":
+        return 0
+    limit = parse_bytes(text, "--memory-limit")
+    if not limit:
+        raise InvalidOption("--memory-limit", text, "auto, off, or a size such as 24GiB")
+    return limit
+
+
 def _refuse_unless_in(allowed: Sequence[str], option: str, value: str) -> None:
     if value not in allowed:
         raise InvalidOption(option, value, " | ".join(allowed))
@@ -164,6 +176,9 @@ class EngineConfig:
     # Memory of the ids that chats' answers were sampled with: later prompts that repeat an answer get them back.
     answer_memory_bytes: int = 64 * MIB
     idle_work: bool = False  # cache prompts that requests are expected to send, while no request runs
+    # Memory that the whole process may take: near it, memory is given back, and requests wait. 0: any. None: most of
+    # the machine's memory if the model is in unified memory, else any.
+    memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -176,6 +191,7 @@ class EngineConfig:
             ("--context-limit", self.context_limit, 2),
             ("--speculate", self.draft_tokens, 0),
             ("--answer-memory", self.answer_memory_bytes, 0),
+            ("--memory-limit", self.memory_limit_bytes, 0),
         ):
             if value is not None and value < least:
                 raise InvalidOption(option, value, f"at least {least}")

@@ -37,6 +37,7 @@ VALUES = {
     "trust-remote-code": "true",
     "kv-budget": "3MiB",
     "memory-check": "false",
+    "memory-limit": "3MiB",
     "kv-dtype": "int8",
     "state-dtype": "bfloat16",
     "block-size": "7",

@@ -13,6 +13,7 @@ import pytest
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
+from rootstock.engine.memory_watch import MemoryStats, Pressure
 from rootstock.engine.stats import AdapterStats
 from rootstock.server.metrics import Metrics, ResponseStoreStats
 from rootstock.server.models import ModelRegistry
@@ -47,6 +48,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         paced_tokens=1,
         idle=replace(stats.idle, ended={"warm": dict(once)}),
         adapters=AdapterStats(1, {}, {}),
+        memory=MemoryStats(1, 2, Pressure.NONE, 0, 0),
     )
     stored = ResponseStoreStats(0, 0, 0, 0, once)
     metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored)

@@ -16,6 +16,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -73,6 +74,7 @@ class Bench:
         proposer: Proposer | None = None,
         verify_hits: float = 0.0,
         runtime: Runtime | None = None,
+        memory_watch: MemoryWatch | None = None,
         **config: Any,
     ) -> None:
         self.batches: list[Batch] = []
@@ -119,6 +121,7 @@ class Bench:
             tier_connector,
             verify_hits=verify_hits,
             proposer=proposer,
+            memory_watch=memory_watch,
         )
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:

@@ -2,8 +2,9 @@
 
 The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge,
 repeat, continue each other's answers, are scored, cancelled and preempted, with and without an adapter, under a
-budget that is far too small, while forwards fail now and then. In each schedule every request ends exactly once and
-gets the tokens that it would have got alone, and at the end every row of every pool is accounted for.
+budget that is far too small, while forwards fail now and then and the memory of the process goes up and down. In each
+schedule every request ends exactly once and gets the tokens that it would have got alone, and at the end every row of
+every pool is accounted for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rootstock.config import EngineConfig
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
+from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -92,6 +94,8 @@ class Outcome:
     displaced_grants: int = 0
     evicted_retained_tokens: int = 0
     pinned_prefixes: int = 0
+    releases: int = 0  # of unused memory
+    held_for_memory: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -280,6 +284,7 @@ def _live(
         tier_connector=connector,
         verify_hits=verify_hits,
         proposer=guesses if seed % 4 < 3 else None,
+        memory_watch=_scarce_memory(seed) if seed % 5 < 2 else None,
     )
     guesses.limit = engine.context_limit
     runtime.adapters.add(ADAPTER)
@@ -349,6 +354,7 @@ def _live(
         assert not engine.idle_prefills.waiting
     pinning.end()
     outcome.pinned_prefixes += pinning.pinned
+    outcome.held_for_memory += engine.scheduler.requests_held_for_memory
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -372,6 +378,19 @@ def _live(
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     return [*before, *clients]
+
+
+def _scarce_memory(seed: int) -> MemoryWatch:
+    """Returns a watch over a process whose footprint goes up and down at random, around its limit."""
+    rng = np.random.default_rng([seed, 7])
+    footprint = 900
+
+    def measure() -> int:
+        nonlocal footprint
+        footprint = int(np.clip(footprint + rng.integers(-150, 151), 700, 1100))
+        return footprint
+
+    return MemoryWatch(1000, measure, lambda: None, itertools.count(0.0, 0.5).__next__)
 
 
 def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> None:

@@ -47,7 +47,7 @@ class BlockPool:
         self.total_blocks = blocks
         self._owners = np.zeros(blocks, np.int64)  # holders + _USER · users
         self._weakly_referenced = weakly_referenced
-        self._returnable = returnable
+        self.returnable = returnable
         self._freed = np.zeros(blocks if weakly_referenced else 0, np.int64)  # how often each became free
         # Has memory: was allocated since its memory was last returned.
         self._backed = np.zeros(blocks if returnable else 0, np.bool_)
@@ -92,7 +92,7 @@ class BlockPool:
         assert 0 <= blocks <= self._free.blocks, f"{blocks} of {self._free.blocks} free blocks asked"
         ids = self._free.take(blocks, after)
         self._owners[ids] = _USER
-        if self._returnable:
+        if self.returnable:
             fresh = len(ids) - int(np.count_nonzero(self._backed[ids]))
             if fresh:
                 self._backed[ids] = True
@@ -173,7 +173,7 @@ class BlockPool:
         assert bool((owned | free).all()), "a block is neither owned nor free"
         cached = int(np.count_nonzero(owned & (self._owners < _USER)))
         assert cached == self._cached_blocks, f"{cached} cached blocks, {self._cached_blocks} counted"
-        if self._returnable:
+        if self.returnable:
             assert int(np.count_nonzero(self._backed)) == self.backed_blocks
             assert bool(self._backed[owned].all()), "an owned block has no memory"
 

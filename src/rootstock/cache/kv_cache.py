@@ -56,7 +56,8 @@ class KVCache:
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
     below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
     `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
-    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. Raises BudgetTooSmall.
+    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. `lazy_states`: a state takes
+    memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class KVCache:
         retained_share: float = RETAINED_SHARE,
         pinned_share: float = PINNED_SHARE,
         share: BudgetShare | None = None,
+        lazy_states: bool = False,
     ) -> None:
+        self._lazy_states = lazy_states
         self._retained_share = retained_share
         self._pinned_share = pinned_share
         self.block_size = block_size
@@ -94,7 +97,12 @@ class KVCache:
 
     def _start_empty(self) -> None:
         pools = self.pools = Pools(
-            self.families, self.budget_bytes, self.block_size, self._fixed_rows, self.share
+            self.families,
+            self.budget_bytes,
+            self.block_size,
+            self._fixed_rows,
+            self.share,
+            lazy_states=self._lazy_states,
         )
         self.write_back = (
             None
@@ -418,6 +426,14 @@ class KVCache:
         if self._fixed_rows is not None or self.pools.excess_bytes <= 0:
             return plan
         return replace(plan, returned=tuple(self.pools.return_rows()))
+
+    def return_memory(self, evicted_bytes: int = 0) -> Plan:
+        """Plans to return the memory of all free rows to the system, where it is taken row by row. Before, evicts
+        checkpoints with so many bytes of such memory, the least valuable first. Execute the plan at once."""
+        if evicted_bytes > 0:
+            self.tree.evict_checkpoints(evicted_bytes)
+        plan, returned = self._with_stores(NOTHING), tuple(self.pools.return_free_rows())
+        return replace(plan, returned=returned) if returned else plan
 
     def _with_stores(self, plan: Plan) -> Plan:
         stores = () if self.write_back is None else self.write_back.take()

@@ -78,6 +78,8 @@ class Pools:
         block_size: int,
         rows: Sequence[int] | None = None,
         share: BudgetShare | None = None,
+        *,
+        lazy_states: bool = False,
     ) -> None:
         assert families
         full = [f for f in families if isinstance(f, FullAttention)]
@@ -102,10 +104,11 @@ class Pools:
         table = 0
         for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
             is_window = not isinstance(family, RecurrentState | FullAttention)
+            is_lazy = lazy_states and isinstance(family, RecurrentState)
             pool = BlockPool(
                 count,
                 weakly_referenced=is_window,
-                returnable=rows is None and (len(families) > 1 or share is not None),
+                returnable=is_lazy or (rows is None and (len(families) > 1 or share is not None)),
             )
             if isinstance(family, RecurrentState):
                 self.states = FamilyPool(family, pool, cost, -1, index)
@@ -188,6 +191,24 @@ class Pools:
                 if len(rows):
                     returned.append(RowsReturned(pool.index, rows))
         return returned
+
+    @property
+    def returnable(self) -> list[FamilyPool]:
+        """The pools whose memory is taken, and can be returned, row by row."""
+        return [pool for pool in self.every if pool.row_bytes and pool.pool.returnable]
+
+    @property
+    def returnable_bytes(self) -> int:
+        """Bytes of the rows in use of these pools."""
+        return sum(pool.owned_bytes for pool in self.returnable)
+
+    def return_free_rows(self) -> list[RowsReturned]:
+        """Chooses all free rows that have memory, of the pools that can return it."""
+        returned = [
+            RowsReturned(pool.index, pool.pool.return_blocks(pool.pool.total_blocks))
+            for pool in self.returnable
+        ]
+        return [one for one in returned if len(one.rows)]
 
     def _counts(self, rows: Rows) -> tuple[int, ...]:
         """Returns one number for each pool in `every`."""

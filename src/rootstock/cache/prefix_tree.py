@@ -667,6 +667,13 @@ class PrefixTree:
                 return False
         return True
 
+    def evict_checkpoints(self, size_bytes: int) -> None:
+        """Evicts checkpoints, the least valuable first, until rows of so many bytes are free whose memory can be
+        returned, or until no checkpoint can be evicted."""
+        aim = max(0, self.pools.returnable_bytes - size_bytes)
+        while self.pools.returnable_bytes > aim and self.checkpoints.peek() is not None:
+            self._evict_first(by_leaf=False, missing_blocks=0, missing_bytes=0)
+
     def unasked_rank(self) -> Rank:
         """Returns the rank that idle work gives to the prefix that it adds now."""
         return False, False, 0, 0, self._policy.rank(_UnaskedEntry(self._clock()))

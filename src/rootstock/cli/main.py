@@ -31,6 +31,7 @@ from rootstock.config import (
     parse_adapter,
     parse_bytes,
     parse_draft_tokens,
+    parse_memory_limit,
     parse_names,
     parse_seconds,
 )
@@ -131,6 +132,7 @@ def serve(
     trust_remote_code: options.TrustRemoteCode = _MODEL.trust_remote_code,
     kv_budget: options.KVBudget = "auto",
     memory_check: options.MemoryCheck = _MODEL.memory_check,
+    memory_limit: options.MemoryLimit = "auto",
     kv_dtype: options.KVDtype = _MODEL.kv_dtype,
     state_dtype: options.StateDtype = _MODEL.state_dtype,
     block_size: options.BlockSize = _CACHE.block_size,
@@ -230,6 +232,7 @@ def serve(
         idle_chunk_tokens=idle_chunk_tokens,
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
         idle_work=idle_work,
+        memory_limit_bytes=parse_memory_limit(memory_limit),
     )
     tier_config = TierConfig(
         disk_dir,

@@ -263,6 +263,16 @@ MemoryCheck = Annotated[
         "Refuse, before loading, a model whose weights and KV cache exceed the free memory.",
     ),
 ]
+MemoryLimit = Annotated[
+    str,
+    option(
+        CACHE,
+        "--memory-limit",
+        "Memory that the whole process may take, such as 24GiB. Near it, unused memory goes back to the system, and "
+        "close to it requests wait until others have ended. off: no limit. auto: most of the machine's memory if "
+        "the model is in unified memory, else off.",
+    ),
+]
 KVDtype = Annotated[
     str,
     option(

@@ -18,6 +18,7 @@ from rootstock.cli.starting import Start, prepare
 from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
+from rootstock.engine.memory_watch import MemoryWatch, memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
 from rootstock.runtime.adapter_files import ADAPTER_WEIGHTS
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 Report = Callable[[str, float], None]
 
 
-def shared_budget(models: Sequence[ServedModelConfig], cache: CacheConfig, report: Report) -> SharedBudget:
+def shared_budget(
+    models: Sequence[ServedModelConfig], cache: CacheConfig, engine: EngineConfig, report: Report
+) -> SharedBudget:
     """Return the budget of all models: the one of the options, or a share of the memory beside their weights.
 
     The weights are those of the models that are loaded at the start, and of the largest other one. Embedding models
@@ -47,7 +50,9 @@ def shared_budget(models: Sequence[ServedModelConfig], cache: CacheConfig, repor
     ]
     memories = [device_memory(one.model) for one in models]
     memory = next((each for each in memories if each.kind != "host"), memories[0])
-    return SharedBudget(auto_shared_bytes(memory, sum(start) + max(later, default=0)))
+    limit = memory_limit(engine.memory_limit_bytes, memory.kind)
+    spare = None if limit is None else MemoryWatch(limit).spare_bytes
+    return SharedBudget(auto_shared_bytes(memory, sum(start) + max(later, default=0), spare))
 
 
 def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
@@ -198,7 +203,7 @@ def serve_models(
         models = with_tasks(models, report)
         if all(one.task == "generate" for one in models):
             leave_out_torch(one.model for one in models)
-        budget = shared_budget(models, cache, report)
+        budget = shared_budget(models, cache, engine, report)
 
         from rootstock.server.app import create_app
         from rootstock.server.models import ModelRegistry

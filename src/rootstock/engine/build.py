@@ -11,6 +11,7 @@ from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.kv_budget import adapter_bytes, auto_budget_bytes, divided_rows
+from rootstock.engine.memory_watch import MemoryWatch, memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
@@ -19,7 +20,7 @@ from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import check_configs, locate, weight_files
-from rootstock.runtime.select import check_architecture, leave_to_engine_thread, load_model
+from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def assemble(
     """
     cache, engine, tier = cache or CacheConfig(), engine or EngineConfig(), tier or TierConfig()
     described = runtime.description
+    limit = memory_limit(engine.memory_limit_bytes, described.memory)
+    watch = None if limit is None else MemoryWatch(limit)
     share = None
     if cache.budget_bytes is not None:
         budget = cache.budget_bytes
@@ -62,9 +65,10 @@ def assemble(
     elif shared is not None:
         budget, share = shared.budget_bytes, shared.join()
     else:
-        budget = auto_budget_bytes(runtime, engine, beside_bytes)
+        spare = None if watch is None else watch.spare_bytes
+        budget = auto_budget_bytes(runtime, engine, beside_bytes, spare)
     try:
-        return _assembled(runtime, tokenizer, cache, engine, tier, budget, share)
+        return _assembled(runtime, tokenizer, cache, engine, tier, budget, share, watch)
     except BaseException:
         if share is not None:
             share.budget.leave(share)
@@ -79,6 +83,7 @@ def _assembled(
     tier: TierConfig,
     budget: int,
     share: BudgetShare | None,
+    watch: MemoryWatch | None,
 ) -> Assembly:
     described = runtime.description
     rows = None if described.memory == "host" else divided_rows(described.families, budget, cache.block_size)
@@ -93,11 +98,20 @@ def _assembled(
         share=share,
         retained_share=cache.retained_share,
         pinned_share=cache.pinned_share,
+        lazy_states=described.lazy_states,
     )
     runtime.allocate(kv.rows, cache.block_size)
     tier_connector = open_below(runtime, kv, tier, engine.chunk_tokens)
     return Assembly(
-        Engine(runtime, kv, engine, tokenizer, tier_connector=tier_connector, verify_hits=tier.verify_hits),
+        Engine(
+            runtime,
+            kv,
+            engine,
+            tokenizer,
+            tier_connector=tier_connector,
+            verify_hits=tier.verify_hits,
+            memory_watch=watch,
+        ),
         tokenizer,
         described,
         pool_tokens=kv.capacity_tokens,
@@ -137,6 +151,7 @@ def build_engine(
         host_bytes=0 if tier is None else tier.host_budget_bytes,
         context_limit=None if engine is None else engine.context_limit,
         adapter_weights=_adapter_weights(model),
+        memory_limit=_memory_limit(model, engine),
     )
     runtime = load_model(model, report, demands, directory=directory)
     beside = adapter_bytes(runtime.description, demands.adapter_weights)
@@ -150,6 +165,12 @@ def build_engine(
         made.engine.load_adapter(adapter.name, adapter.path)
     leave_to_engine_thread(model)
     return made
+
+
+def _memory_limit(model: ModelConfig, engine: EngineConfig | None) -> int | None:
+    """Returns the bytes that the process may take; None: any. Raises InvalidOption."""
+    asked = (engine or EngineConfig()).memory_limit_bytes
+    return None if asked == 0 else memory_limit(asked, device_memory(model).kind)
 
 
 def _adapter_weights(model: ModelConfig) -> int:

@@ -42,6 +42,7 @@ from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
 from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
+from rootstock.engine.memory_watch import IDLE_RETRY_S, MemoryGuard, MemoryWatch
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.prompts.salt import is_chosen_by_client
 from rootstock.engine.request import (
@@ -105,6 +106,7 @@ class Engine:
         tier_connector: TierConnector | None = None,
         verify_hits: float = 0.0,
         proposer: Proposer | None = None,
+        memory_watch: MemoryWatch | None = None,
     ) -> None:
         self._runtime = runtime
         self._cache = cache
@@ -157,6 +159,10 @@ class Engine:
         )
         executor = PlanExecutor(runtime, tier_connector)
         self._apply = executor.apply
+        # None: the process's memory has no limit.
+        self._memory_guard: MemoryGuard | None = None
+        if memory_watch is not None:
+            self._memory_guard = MemoryGuard(memory_watch, runtime, cache, self.scheduler, executor.apply)
         self.hit_verifier: HitVerifier | None = None
         if verify_hits:
             self.hit_verifier = HitVerifier(
@@ -465,6 +471,7 @@ class Engine:
                 None if self.idle_prefills is None else self.idle_prefills.stats(),
                 self.scheduler.phases(),
                 self.adapters.stats(*self.scheduler.adapters()),
+                None if self._memory_guard is None else self._memory_guard.stats(),
             )
         )
 
@@ -669,12 +676,23 @@ class Engine:
             return False
         self._step_began = self._clock()
         try:
+            self._check_memory()
+            if self._is_idle_work_held:
+                return False
             self.steps.do_idle_work()
         except Exception as error:
             self.steps.restart(error)
         finally:
             self._step_began = None
         return True
+
+    def _check_memory(self) -> None:
+        if self._memory_guard is not None:
+            self._memory_guard.check()
+
+    @property
+    def _is_idle_work_held(self) -> bool:
+        return self._memory_guard is not None and self._memory_guard.holds_idle_work
 
     # ---------------------------------------------------------------------- turns on a device's thread
 
@@ -704,6 +722,8 @@ class Engine:
     def next_overdue_s(self) -> float | None:
         """Seconds until a load is overdue, while nothing can run before it has ended, or until idle work is due."""
         if not self.scheduler.has_work:
+            if self.idle_work.has_work and self._is_idle_work_held:
+                return IDLE_RETRY_S
             return None if self.returns is None else self.returns.next_poll_s
         if not self.steps.is_stalled or self.tier_connector is None:
             return None
@@ -749,6 +769,7 @@ class Engine:
             if self._requests.closed or not self.scheduler.has_work:
                 return False
             self._idle.clear()
+            self._check_memory()
             self.steps.run()
         except Exception as error:
             self.steps.restart(error)

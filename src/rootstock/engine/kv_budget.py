@@ -24,13 +24,16 @@ USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic bud
 FIXED_SHARE = 0.5
 
 
-def auto_budget_bytes(runtime: Runtime, engine: EngineConfig, beside_bytes: int = 0) -> int:
+def auto_budget_bytes(
+    runtime: Runtime, engine: EngineConfig, beside_bytes: int = 0, spare_bytes: int | None = None
+) -> int:
     """Returns a share of the free memory, capped at the need of `max_batch` requests of the longest context.
 
-    `beside_bytes` of the free memory are taken later.
+    `beside_bytes` of the free memory are taken later. A limit of the process's memory leaves `spare_bytes`.
     """
     description = runtime.description
-    share = FREE_SHARES[description.memory] * max(0, runtime.free_bytes() - beside_bytes)
+    free = runtime.free_bytes() if spare_bytes is None else min(runtime.free_bytes(), spare_bytes)
+    share = FREE_SHARES[description.memory] * max(0, free - beside_bytes)
     longest = min(description.context_limit, engine.context_limit or description.context_limit)
     # A request leaves a few checkpoints besides the rows of its positions.
     per_request = sum(
@@ -42,9 +45,12 @@ def auto_budget_bytes(runtime: Runtime, engine: EngineConfig, beside_bytes: int 
     return int(min(share, engine.max_batch * per_request))
 
 
-def auto_shared_bytes(memory: DeviceMemory, weight_bytes: int) -> int:
-    """Returns a share of the memory that is free beside the weights of several models, before they are loaded."""
-    free = memory.free_bytes
+def auto_shared_bytes(memory: DeviceMemory, weight_bytes: int, spare_bytes: int | None = None) -> int:
+    """Returns a share of the memory that is free beside the weights of several models, before they are loaded.
+
+    A limit of the process's memory leaves `spare_bytes`.
+    """
+    free = memory.free_bytes if spare_bytes is None else min(memory.free_bytes, spare_bytes)
     return int(FREE_SHARES[memory.kind] * max(free - weight_bytes, free * _LEAST_FREE_SHARE))
 
 

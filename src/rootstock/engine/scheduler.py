@@ -36,6 +36,8 @@ from rootstock.errors import OutOfBlocks, RootstockError
 from rootstock.runtime.base import Segment
 
 PROTECTED_REQUESTS = 16  # the first requests of the queue protect the entries that they would hit
+# Part of a step's tokens that prefills may have while the process is over its memory limit, and its least size.
+SCARCE_SHARE, LEAST_SCARCE_TOKENS = 8, 32
 
 # Decides for a match whether to load the deeper prefix that a tier holds. None: there is none.
 LoadChooser = Callable[[Match], tuple[TierHit | None, LoadChoice | None]]
@@ -148,6 +150,10 @@ class Scheduler:
         self._others_decode: Callable[[], bool] = lambda: False
         self.explains_misses_of: int | None = None  # tokens; None: only requests that ask are explained
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
+        self.admits_one_by_one = (
+            False  # True: memory is scarce, and no request is admitted while another runs
+        )
+        self.requests_held_for_memory = 0  # that have waited for that
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
 
@@ -241,6 +247,8 @@ class Scheduler:
         step.without_preempted()
         decodes = len(step.scheduled)
         step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
+        if self.admits_one_by_one:
+            step.budget = min(step.budget, max(LEAST_SCARCE_TOKENS, self._chunk_tokens // SCARCE_SHARE))
         if decodes and self._pace is not None:
             self.paced_tokens = self._paced(step, 0)
 
@@ -313,6 +321,10 @@ class Scheduler:
                 return
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
+            if self.admits_one_by_one and self._running:
+                self.requests_held_for_memory += not sequence.was_held_for_memory
+                sequence.was_held_for_memory = True
+                return
             match = self._match(sequence)
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)

@@ -123,6 +123,7 @@ class Sequence:
     waited_at: float | None = None  # since when it waits, or waited, for a prefix that another one computes
     load_began_at: float | None = None
     prefill_at: float | None = None  # start of the step with its first chunk
+    was_held_for_memory: bool = False  # its admission has waited because memory was scarce
 
     def __post_init__(self) -> None:
         self.prompt_scored = self.request.prompt_logprobs is None

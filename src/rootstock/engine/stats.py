@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
+from rootstock.engine.memory_watch import MemoryStats
 from rootstock.engine.sequence import Phase
 from rootstock.engine.tiers.connector import TierStats
 
@@ -108,3 +109,4 @@ class EngineStats:
     idle: IdleStats | None = None  # None: idle work is off
     phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
     adapters: AdapterStats | None = None  # None: none was ever loaded
+    memory: MemoryStats | None = None  # None: the process's memory has no limit

@@ -28,10 +28,18 @@ _COMMAND_LINE = {
     "itl-target": "itl_target_s",
     "speculate": "draft_tokens",
     "answer-memory": "answer_memory_bytes",
+    "memory-limit": "memory_limit_bytes",
     "served-model-name": "served_name",
     "adapter": "adapters",
 }
-_SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes", "answer_memory_bytes")
+_SIZES = (
+    "budget_bytes",
+    "disk_budget_bytes",
+    "host_budget_bytes",
+    "queue_bytes",
+    "answer_memory_bytes",
+    "memory_limit_bytes",
+)
 
 
 class Options(TypedDict, total=False):
@@ -77,6 +85,7 @@ class Options(TypedDict, total=False):
     idle_chunk_tokens: int | None
     draft_tokens: int | None
     answer_memory_bytes: int | str
+    memory_limit_bytes: int | str | None
     # vLLM's names of some of them
     max_model_len: int | None
     max_num_seqs: int

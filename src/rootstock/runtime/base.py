@@ -63,6 +63,7 @@ class ModelDescription:
     layout: str = ""
     runtime: str = "torch"  # "torch" | "mlx"
     memory: PoolMemory = "host"
+    lazy_states: bool = False  # a state takes memory when its slot is written, whatever `memory` is
 
     def namespace(self) -> Namespace:
         """Returns the cache namespace of this model, without a salt."""
@@ -118,6 +119,10 @@ class Runtime(Protocol):
 
     def free_bytes(self) -> int:
         """Returns the bytes that pools can still take, once the weights are loaded."""
+        ...
+
+    def release_unused(self) -> None:
+        """Gives memory back to the system that the library keeps for later computations. Called between forwards."""
         ...
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:

@@ -1,10 +1,14 @@
-"""Free main memory, within the limits of the system and of a container."""
+"""Main memory: what is free, within the limits of the system and of a container, and what this process takes."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import PoolMemory
@@ -38,6 +42,86 @@ def _system_free_bytes() -> int:
         return available
     # Without /proc the free memory is unknown: the BSDs report only the total. Half of it is assumed free.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def total_host_bytes() -> int:
+    """Returns the main memory of the machine, or of the container if it has less."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
+
+
+def footprint_bytes() -> int | None:
+    """Returns the memory that the system must keep for this process: without pages of files, which it can read again,
+    but with pages that it has swapped out or compressed. None: this system does not tell it.
+    """
+    if sys.platform == "darwin":
+        return physical_footprint(_libc())
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return resident_footprint(status)
+
+
+def resident_footprint(status: str) -> int | None:
+    """Returns the footprint that Linux tells in /proc/self/status. None: a kernel before 4.5 does not tell it."""
+    sizes = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    try:
+        return 1024 * sum(int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))
+    except (KeyError, ValueError, IndexError):
+        return None
+
+
+class _ResourceUsage(ctypes.Structure):
+    """`struct rusage_info_v0` of macOS, from <sys/resource.h>."""
+
+    _fields_ = (
+        ("ri_uuid", ctypes.c_uint8 * 16),
+        ("ri_user_time", ctypes.c_uint64),
+        ("ri_system_time", ctypes.c_uint64),
+        ("ri_pkg_idle_wkups", ctypes.c_uint64),
+        ("ri_interrupt_wkups", ctypes.c_uint64),
+        ("ri_pageins", ctypes.c_uint64),
+        ("ri_wired_size", ctypes.c_uint64),
+        ("ri_resident_size", ctypes.c_uint64),
+        ("ri_phys_footprint", ctypes.c_uint64),
+        ("ri_proc_start_abstime", ctypes.c_uint64),
+        ("ri_proc_exit_abstime", ctypes.c_uint64),
+    )
+
+
+_RUSAGE_INFO_V0 = 0
+
+
+def physical_footprint(libc: Any) -> int | None:
+    """Returns the footprint of this process by macOS' C library, as Activity Monitor shows it. It counts memory that
+    the GPU uses, and compressed memory."""
+    usage = _ResourceUsage()
+    pid, version = ctypes.c_int(os.getpid()), ctypes.c_int(_RUSAGE_INFO_V0)
+    if libc.proc_pid_rusage(pid, version, ctypes.byref(usage)) != 0:
+        return None
+    return int(usage.ri_phys_footprint)
+
+
+def return_free_memory() -> None:
+    """Makes the C library return freed memory to the system, where it keeps some for later."""
+    return_free_memory_of(_libc())
+
+
+def return_free_memory_of(libc: Any) -> None:
+    """Calls the C library's own function for it: of glibc or of macOS. Other libraries have none."""
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+    elif hasattr(libc, "malloc_zone_pressure_relief"):
+        libc.malloc_zone_pressure_relief(ctypes.c_void_p(None), ctypes.c_size_t(0))  # all zones, all they can
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def refuse_host_tier(budget_bytes: int, memory: PoolMemory) -> None:

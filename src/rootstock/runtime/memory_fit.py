@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.runtime.host_memory import footprint_bytes
 from rootstock.units import in_units
 
 
@@ -19,6 +20,7 @@ class Demands:
     host_bytes: int = 0  # host tier in main memory, beside an accelerator
     context_limit: int | None = None
     adapter_weights: int = 0  # numbers in the tensors of LoRA adapters that are loaded with the model
+    memory_limit: int | None = None  # bytes that the whole process may take; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,14 @@ def refuse_beyond(
             f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "
             f"{in_units(weights)} (--no-memory-check serves all the same)",
         )
+
+
+def refuse_beyond_limit(model: str, weights: int, dtype: str, demands: Demands) -> None:
+    """Raises ModelTooLarge or MemoryLacks if weights and KV cache do not fit under the limit of the process's memory,
+    beside the memory that the process has taken already. For pools in main memory."""
+    if demands.memory_limit is not None:
+        free = max(0, demands.memory_limit - (footprint_bytes() or 0))
+        refuse_beyond(model, weights, dtype, "--kv-budget", demands.pool_bytes, free, "--memory-limit")
 
 
 def refuse_longer_context(asked: int | None, limit: int) -> None:

@@ -275,6 +275,14 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
         _add_tier(stats.tier, gauge, gauges, counter, counts)
     if stats.idle is not None:
         _add_idle(families, stats.idle, cache, labels)
+    if stats.memory is not None:
+        memory = stats.memory
+        gauge("memory_limit_bytes", "Memory that the process may take", memory.limit_bytes)
+        gauge("memory_footprint_bytes", "Memory that the process takes", memory.footprint_bytes)
+        gauge("memory_pressure", "1 near the memory limit, 2 where requests wait for memory", memory.pressure)
+        help = "Requests that waited because the process was close to its memory limit"
+        counter("memory_held_requests", help, memory.held_requests)
+        counter("memory_returns", "Returns of unused memory to the system", memory.returns)
 
 
 def _add_tier(

@@ -162,11 +162,15 @@ class FakeRuntime:
         self.forwards = 0
         self.computed_tokens = 0
         self.returned_rows = 0
+        self.releases = 0
         self.adapters: set[str] = set()
         self._has_states = any(isinstance(family, RecurrentState) for family in families)
 
     def free_bytes(self) -> int:
         return free_host_bytes()
+
+    def release_unused(self) -> None:
+        self.releases += 1
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         families = self.description.families

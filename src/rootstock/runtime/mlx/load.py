@@ -20,7 +20,12 @@ from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.kernels.metal.trial import why_not
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.host_memory import refuse_host_tier
-from rootstock.runtime.memory_fit import Demands, refuse_beyond, refuse_longer_context
+from rootstock.runtime.memory_fit import (
+    Demands,
+    refuse_beyond,
+    refuse_beyond_limit,
+    refuse_longer_context,
+)
 from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
@@ -148,6 +153,7 @@ def _describe(
         layout=_layout_name(layout),
         runtime="mlx",
         memory="unified",
+        lazy_states=True,
     )
 
 
@@ -221,6 +227,7 @@ def _refuse_too_large(
         words = f"{words}, with {in_units(adapters)} of LoRA adapters"
     weights = sum(int(array.nbytes) for array in arrays_of(model)) + adapters
     refuse_beyond(name, weights, words, "--kv-budget", demands.pool_bytes, free_bytes(), "unified memory")
+    refuse_beyond_limit(name, weights, words, demands)
 
 
 # ---- rows

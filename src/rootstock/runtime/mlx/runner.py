@@ -87,6 +87,9 @@ class MlxRuntime:
     def free_bytes(self) -> int:
         return free_bytes()
 
+    def release_unused(self) -> None:
+        mx.clear_cache()
+
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         assert self._pool is None, "the pools are made once"
         layout, of_family = self._layout, list(zip(rows, self._layout.families, strict=True))

@@ -10,7 +10,7 @@ from torch import nn
 from rootstock.errors import AdapterUnusable, ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import free_host_bytes
-from rootstock.runtime.memory_fit import Demands, WeightBytes, refuse_beyond
+from rootstock.runtime.memory_fit import Demands, WeightBytes, refuse_beyond, refuse_beyond_limit
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
 
@@ -72,6 +72,7 @@ def refuse_too_large(
         if converted > free_host:  # all weights are loaded before the first is quantized
             raise ModelTooLarge(model, converted, dtype, free_host, "main memory")
         refuse_beyond(model, resident, words, "--kv-budget", demands.pool_bytes, free_host, "main memory")
+        refuse_beyond_limit(model, resident, words, demands)
         return
     free_device = torch.cuda.mem_get_info(device)[0]
     refuse_beyond(

@@ -271,6 +271,10 @@ class TorchRuntime:
     def free_bytes(self) -> int:
         return _free_bytes(self._device)
 
+    def release_unused(self) -> None:
+        if self._device.type == "mps":
+            torch.mps.empty_cache()
+
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
         assert self._pool is None, "the pools are made once"
         layout = self._layout
