@@ -87,6 +87,10 @@ class MlxRuntime:
     def free_bytes(self) -> int:
         return free_bytes()
 
+    @property
+    def pool_copies(self) -> int | None:
+        return self.stats.pool_copies
+
     def release_unused(self) -> None:
         mx.clear_cache()
 
