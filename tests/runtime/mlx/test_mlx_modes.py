@@ -103,6 +103,12 @@ def test_a_mode_that_is_wrong_is_left_for_the_next(
     assert described.mode_reason.count("is allowed") == min(1, len(modes)), "equal reasons are told once"
 
 
+def test_a_model_that_groups_its_query_heads_is_batched() -> None:
+    described = choose(mlx_models.build("gemma2")).description
+    assert described.execution_mode == GATHERED
+    assert "cannot be broadcast" in described.mode_reason
+
+
 def test_a_mode_that_raises_is_left_for_the_next(llama: nn.Module) -> None:
     failure = ValueError("no such thing\nsecond line")
     described = choose(llama, wrong("batched", failure=failure)).description

@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 
 _BATCHED: ExecutionMode = "batched"
 _GATHERED: ExecutionMode = "batched, gathered K and V"
-_MODES: tuple[ExecutionMode, ...] = (_BATCHED, _GATHERED, "one sequence per forward")
 
 
 def choose_mode(
@@ -45,8 +44,8 @@ def choose_mode(
     `why_not` tries the kernel for longer contexts than the self-check's, and returns a reason against it, or None.
     """
     failures: list[Exception] = []
-    for mode, its_kernel in _attempts(kernel):
-        served = Served(layout, replace(description, execution_mode=mode), its_kernel)
+    for mode, its_kernel, grouped_masks in _attempts(kernel):
+        served = Served(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
         runtimes: list[MlxRuntime] = []
 
         def make(served: Served = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
@@ -87,12 +86,14 @@ def choose_mode(
     ]
 
 
-def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None]]:
-    """Yields (mode, kernel), from best to last resort."""
+def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None, bool]]:
+    """Yields (mode, kernel, whether masks are grouped), from best to last resort."""
     if kernel is not None:
-        yield "batched", kernel
-    for mode in _MODES:
-        yield mode, None
+        yield _BATCHED, kernel, False
+    yield _BATCHED, None, False
+    yield _GATHERED, None, False
+    yield _GATHERED, None, True
+    yield "one sequence per forward", None, False
 
 
 def _reason(failure: BaseException) -> str:
