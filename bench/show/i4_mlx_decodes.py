@@ -86,6 +86,7 @@ def main() -> None:
     figures = {
         "least_decode_steps": min(found["decode_steps"] for found in each),
         "pool_copies": sum(found["pool_copies"] for found in each),
+        "least_evicted_blocks": min(found["evicted_blocks"] for found in each),
         "active_growth": max(found["active_growth"] for found in each),
         "resident_growth": max(found["resident_growth"] for found in each),
         "other_answers": sum(found["other_answers"] + found["unfinished"] for found in each),
@@ -100,6 +101,7 @@ def main() -> None:
     bars = {
         "least_decode_steps": at_least(options.steps),
         "pool_copies": exactly(0),
+        "least_evicted_blocks": at_least(1),
         "active_growth": at_most(0),
         "resident_growth": at_most(0.02),
         "other_answers": exactly(0),

@@ -134,15 +134,10 @@ class Decodes:
             gc.enable()
 
     def memory(self) -> Memory:
-        """Empties the cache and measures the memory, each time after the same request.
-
-        Its step gives back the rows that were cleared before.
-        """
-        for _ in range(2):
-            self.engine.clear_cache()
-            self.ask(self._system, 1)
-            self.run()
+        """Empties the cache and measures the memory, without that of free slots of states."""
         self.engine.clear_cache()
+        self.runtime.apply(self.cache.return_memory())
+        self.cache.check()
         mx.clear_cache()
         resident = footprint_bytes()
         assert resident is not None
