@@ -22,8 +22,8 @@ class Injected(Exception):
 
 
 @contextlib.contextmanager
-def failing(kind: FaultKind, linear: int) -> Iterator[None]:
-    """Makes the call number `linear` of a linear layer fail, counted from 0."""
+def failing(kind: FaultKind, linear: int, error: Exception | None = None) -> Iterator[None]:
+    """Makes the call number `linear` of a linear layer fail, counted from 0. A graph fails with `error`."""
     own, calls = nn.Linear.__call__, 0
 
     def call(self: nn.Linear, x: mx.array) -> mx.array:
@@ -32,7 +32,7 @@ def failing(kind: FaultKind, linear: int) -> Iterator[None]:
         if calls - 1 != linear:
             return own(self, x)
         if kind == "graph":
-            raise Injected
+            raise error or Injected
         return own(self, x) + unevaluable()
 
     nn.Linear.__call__ = call
@@ -56,6 +56,11 @@ def counting_linears() -> Iterator[list[None]]:
         yield calls
     finally:
         nn.Linear.__call__ = own
+
+
+def is_injected(error: BaseException) -> bool:
+    """Returns whether an evaluation failed on purpose."""
+    return "GatherMM" in str(error)
 
 
 def unevaluable() -> mx.array:
