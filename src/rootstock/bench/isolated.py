@@ -103,10 +103,11 @@ def _run(command: Sequence[str], request: Mapping[str, Any], errors: Path, secon
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
     return process.returncode
 
 

@@ -51,7 +51,7 @@ def time_of(run: Callable[[], object], per: int = 1) -> Figures:
     return {"min_ms": min(times), "median_ms": statistics.median(times), "runs": len(times)}
 
 
-def _has_metal() -> bool:
+def has_metal() -> bool:
     return bool(mx.metal.is_available()) and mx.default_device() == mx.gpu
 
 
@@ -75,9 +75,9 @@ def _or_error(measure: Callable[..., Figures], *arguments: Any) -> Figures:
 
 def device(job: Job) -> Iterator[Figures]:
     """Reads the device's properties from MLX, and computes one sum on it."""
-    yield {"metal": _has_metal(), "device": str(mx.default_device())}
+    yield {"metal": has_metal(), "device": str(mx.default_device())}
     yield {"info": dict(mx.device_info())}
-    yield {"sum": float(mx.sum(mx.arange(1000)).item())}
+    yield {"sum": np.array(mx.sum(mx.arange(1000))).item()}
 
 
 def memory(job: Job) -> Iterator[Figures]:
@@ -113,7 +113,7 @@ def memory(job: Job) -> Iterator[Figures]:
 
 def _wired_limit() -> Figures:
     """Sets the limit that the product sets, and returns it with the one before."""
-    if not _has_metal():
+    if not has_metal():
         return {"skipped": _NO_METAL}
     granted = int(mx.device_info()["max_recommended_working_set_size"])
     return {"before": mx.set_wired_limit(granted), "set": granted}
@@ -133,16 +133,16 @@ def pool_writes(job: Job) -> Iterator[Figures]:
     slots = int(case["pool_mib"]) * MIB // shape.bytes_per_token
     _need(job, 3 * slots * shape.bytes_per_token)
     pool = LayerPool(shape, slots)
-    seen = min(1024, slots)
+    seen = min(1024, slots // 64)  # attention must not take as much as a copy
     rows = mx.ones((1, heads.kv_heads, 2, heads.key_dim), mx.bfloat16)
     query = mx.ones((1, heads.q_heads, 1, heads.key_dim), mx.bfloat16)
     mx.eval(rows, query, *pool.arrays)
     mx.synchronize()
-    held = [array[:8] for array in pool.arrays] if case["slice_held"] else []
-    mx.eval(held)
     moved, copied, times = 0, 0, []
     addresses = [address_of(array) for array in pool.arrays]
     for number in range(int(case["writes"])):
+        held = [array[:8] for array in pool.arrays] if case["slice_held"] else []
+        mx.eval(held)
         mx.reset_peak_memory()
         before, began = mx.get_active_memory(), time.perf_counter()
         pool.write(mx.array([number % slots, (number + 7) % slots]), rows * number, rows)
@@ -175,7 +175,7 @@ def pool_writes(job: Job) -> Iterator[Figures]:
 
 def kernel(job: Job) -> Iterator[Figures]:
     """Compiles the Metal kernel for one kind of layer, and compares it with plain sums in float64."""
-    if not _has_metal():
+    if not has_metal():
         raise Skipped(_NO_METAL)
     case = job.case
     use = LayerUse(
@@ -227,7 +227,7 @@ class _Layers:
         nbytes = slots * numbers * int(self.dtype.size)
         # Several layers in a call, as in a model: K and V of a lone one would stay in the processor's cache.
         self.layers = max(1, min(_MOST_LAYERS, int(0.2 * job.memory_bytes) // nbytes))
-        _need(job, (self.layers + 2) * nbytes)
+        _need(job, (2 * self.layers + 1) * nbytes)  # a gather copies them
         self.nbytes = nbytes
         mx.random.seed(0)
         self.pools = []
@@ -268,7 +268,10 @@ def attention(job: Job) -> Iterator[Figures]:
         mx.eval(
             [
                 mx.concatenate(
-                    [its.sdpa(slice(row, row + 1), k[run][None], v[run][None]) for row, run in enumerate(runs)]
+                    [
+                        its.sdpa(slice(row, row + 1), k[run][None], v[run][None])
+                        for row, run in enumerate(runs)
+                    ]
                 )
                 for k, v in its.pools
             ]
@@ -298,7 +301,7 @@ def attention(job: Job) -> Iterator[Figures]:
 
 def attention_by_kernel(job: Job) -> Iterator[Figures]:
     """Times the same attention by the Metal kernel, for several numbers of splits and for its own choice."""
-    if not _has_metal():
+    if not has_metal():
         raise Skipped(_NO_METAL)
     its = _Layers(job)
     yield {"layers": its.layers, "kv_mib": its.nbytes / MIB}
@@ -339,7 +342,7 @@ def make_model(job: Job) -> Iterator[Figures]:
     leaves: Any = tree_flatten(made.leaf_modules(), is_leaf=nn.Module.is_module)
     for _, module in leaves:
         mx.eval(module.parameters())  # one after another, so that the weights in 16 bits are never all there
-    nn.quantize(made, **quantization)
+    nn.quantize(made, group_size=quantization["group_size"], bits=quantization["bits"])
     mx.eval(made.parameters())
     directory = Path(job.model)
     directory.mkdir(exist_ok=True)
@@ -412,7 +415,7 @@ class _Model:
         limit_memory()
         self.job = job
         self.model: Any = lazy_model(job.model, read_checkpoint(job.model, directory), files)
-        if not _has_metal():
+        if not has_metal():
             cast(self.model, mx.float32)  # as the product does on a CPU
         evaluate_weights(job.model, self.model, lambda stage, done: None)
         self.layout = survey(self.model)
@@ -435,7 +438,7 @@ class _Model:
             weights_fingerprint="",
             dtype="",
             kv_dtype="",
-            device="gpu" if _has_metal() else "cpu",
+            device="gpu" if has_metal() else "cpu",
             parameters=0,
             execution_mode="batched, gathered K and V" if way == "gathered" else "batched",
             runtime="mlx",
@@ -460,7 +463,7 @@ class _Model:
         from rootstock.runtime.mlx.survey import caches_of
 
         self._check_memory(count, context)
-        caches = mlx_cache.make_prompt_cache(self.model)
+        caches: list[Any] = mlx_cache.make_prompt_cache(self.model)
         mx.eval(self.model(mx.array([[1]]), cache=caches))
         for path, cache in caches_of(caches):
             if path in self.layout.layers:
@@ -495,11 +498,10 @@ class _Sequences:
         from rootstock.runtime.base import Batch, Segment
 
         self.runtime, self.count, self.past = runtime, count, context
+        self.vocab_size = np.int32(runtime.description.vocab_size)
         self._make_batch, self._make_segment, self._slot = Batch, Segment, SlotId
         blocks = -(-(context + tokens) // BLOCK)
-        rows = [
-            count if isinstance(family, RecurrentState) else count * blocks for family in families
-        ]
+        rows = [count if isinstance(family, RecurrentState) else count * blocks for family in families]
         runtime.allocate(rows, BLOCK)
         order = np.arange(count * blocks, dtype=np.int32)
         if scattered:
@@ -509,13 +511,13 @@ class _Sequences:
         # The first token makes the recurrent states.
         self.forward([(row, 0, 1) for row in range(count)])
 
-    def forward(self, parts: Sequence[tuple[int, int, int]], token: int = 1) -> NDArray[np.float32]:
+    def forward(self, parts: Sequence[tuple[int, int, int]]) -> NDArray[np.float32]:
         """Runs a forward of parts (sequence, past, new tokens), and returns the logits of each part's last token."""
         logits: NDArray[np.float32] = self.runtime.forward(
             self._make_batch(
                 [
                     self._make_segment(
-                        np.full(new, token, np.int32),
+                        (7 * np.arange(past, past + new, dtype=np.int32) + 1) % self.vocab_size,
                         past,
                         (self.tables[row],) * self.families,
                         1,
@@ -541,7 +543,7 @@ def _ways(job: Job) -> list[tuple[str, str, bool]]:
         ("gathers", "batched", True),
         ("dense gather", "gathered", True),
     ]
-    return [*ways, ("kernel", "kernel", True)] if job.case.get("kernel") and _has_metal() else ways
+    return [*ways, ("kernel", "kernel", True)] if job.case.get("kernel") and has_metal() else ways
 
 
 def step(job: Job) -> Iterator[Figures]:
@@ -566,7 +568,7 @@ def step(job: Job) -> Iterator[Figures]:
         for _ in range(steps):
             began = time.perf_counter()
             following = mx.argmax(its.model(token[:, None], cache=caches)[:, -1], axis=-1)
-            mx.async_eval(following)
+            mx.async_eval(following)  # type: ignore[no-untyped-call]
             mx.eval(token)
             token = following
             times.append((time.perf_counter() - began) * 1e3)
@@ -709,7 +711,7 @@ MEASUREMENTS: Mapping[str, Measure] = {
 
 
 def main() -> None:
-    if not _has_metal():
+    if not has_metal():
         mx.disable_compile()  # on a CPU it calls a C++ compiler for each function
     serve_case(MEASUREMENTS)
 

@@ -25,6 +25,7 @@ from rootstock._version import __version__
 from rootstock.bench.isolated import Figures, Job, Outcome, run_case
 from rootstock.bench.machine import this_machine, this_source
 from rootstock.bench.scrub import Scrub, scrubber
+from rootstock.engine.memory_watch import auto_limit_bytes
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.host_memory import free_host_bytes, total_host_bytes
 from rootstock.runtime.model_files import locate
@@ -36,9 +37,23 @@ OPTION = "--mlx-report"
 
 _COMMAND = (sys.executable, "-X", "faulthandler", "-m", "rootstock.bench.mlx_measurements")
 _MOST_CHARS = 4000  # of a text
+_MOST_TOLD = 160  # characters on the terminal
 _MOST_ENTRIES = 64  # of a list or an object
+_SHARE_OF_MODEL = 0.7  # of the report's time, after which no case of a whole model begins
 _MOST_TIMEOUTS = 2  # of a measurement, before the rest of it is skipped
 _PACKAGES = ("mlx", "mlx-metal", "mlx-lm", "numpy", "transformers", "safetensors")
+
+# (query heads, KV heads, key_dim, value_dim, block size, features) of layers for which the kernel is compiled.
+_KERNEL_SHAPES = (
+    (32, 8, 128, 128, 32, ()),
+    (8, 8, 64, 64, 16, ()),
+    (14, 2, 64, 64, 32, ()),
+    (32, 32, 96, 96, 32, ()),
+    (16, 8, 256, 256, 32, ("softcap",)),
+    (64, 8, 64, 64, 32, ("sinks",)),
+    (16, 16, 192, 128, 32, ()),
+    (16, 1, 576, 512, 32, ("shares_values",)),
+)
 
 Case = Mapping[str, Any]
 
@@ -57,6 +72,7 @@ class Sizes:
     splits: tuple[int, ...]
     dtype: str
     kernel_dtypes: tuple[str, ...]
+    kernel_shapes: int  # how many of _KERNEL_SHAPES
     model_contexts: tuple[int, ...]
     decodes: tuple[int, ...]  # beside a suffix
     prompt_tokens: int
@@ -82,7 +98,8 @@ FULL = Sizes(
     contexts=(512, 1024, 2048, 4096, 8192, 16384, 32768),
     splits=(1, 2, 4, 8, 16, 32, 64),
     dtype="bfloat16",
-    kernel_dtypes=("float32", "float16", "bfloat16"),
+    kernel_dtypes=("bfloat16", "float16", "float32"),
+    kernel_shapes=len(_KERNEL_SHAPES),
     model_contexts=(512, 4096, 16384),
     decodes=(0, 1, 4, 8),
     prompt_tokens=4096,
@@ -104,13 +121,14 @@ SMALL = Sizes(
     seconds=5 * 60,
     case_seconds=60,
     array_mib=16,
-    pool_mib=(4,),
+    pool_mib=(16,),
     writes=10,
     rows=(1, 2),
     contexts=(64,),
     splits=(1, 2),
     dtype="float32",
     kernel_dtypes=("float32",),
+    kernel_shapes=2,
     model_contexts=(64,),
     decodes=(0, 2),
     prompt_tokens=64,
@@ -126,18 +144,6 @@ SMALL = Sizes(
         "head_dim": 64,
         "vocab_size": 256,
     },
-)
-
-# (query heads, KV heads, key_dim, value_dim, block size, features) of layers for which the kernel is compiled.
-_KERNEL_SHAPES = (
-    (32, 8, 128, 128, 32, ()),
-    (8, 8, 64, 64, 16, ()),
-    (14, 2, 64, 64, 32, ()),
-    (32, 32, 96, 96, 32, ()),
-    (16, 8, 256, 256, 32, ("softcap",)),
-    (64, 8, 64, 64, 32, ("sinks",)),
-    (16, 16, 192, 128, 32, ()),
-    (16, 1, 576, 512, 32, ("shares_values",)),
 )
 
 
@@ -193,12 +199,13 @@ class _Report:
     _errors: int = 0
     _skipped: int = 0
     _timeouts: dict[str, int] = field(default_factory=dict)
-    _kernel_works: bool = False
-    _until: float = 0.0
+    _kernel_works: bool = False  # for a layer like those of the measurement of attention
+    _until: float = 0.0  # when the remaining cases are skipped
 
     def run(self, model: Path | None, folder: Path) -> None:
         sizes = self.config.sizes
-        self._until = time.monotonic() + sizes.seconds
+        began = time.monotonic()
+        self._until = began + _SHARE_OF_MODEL * sizes.seconds
         memory = self.config.memory_bytes or memory_of_a_case()
         self._write("machine", {}, Outcome({**_machine(), "memory_of_a_case": memory}, 0.0))
         device = self._measure("device", {}, memory)
@@ -214,25 +221,34 @@ class _Report:
             return
         for measurement, case in _first_cases(sizes):
             outcome = self._measure(measurement, case, memory)
-            if measurement == "kernel" and outcome.figures.get("agrees"):
-                self._kernel_works = True
+            if case.get("dtype") == sizes.dtype and case.get("key_dim") == 128:
+                self._kernel_works = outcome.figures.get("agrees") is True
+        self._measure_model(model, folder, memory)
+        self._until = began + sizes.seconds
+        for measurement, case in _layer_cases(sizes):
+            self._measure(measurement, case, memory)
+
+    def _measure_model(self, model: Path | None, folder: Path, memory: int) -> None:
+        sizes = self.config.sizes
         if model is None:
             model = folder / "model"
             made = self._measure("model", {"config": dict(sizes.model)}, memory, str(model))
             if made.error or made.skipped:
                 self.is_complete = False
-                model = None
-        if model is not None:
-            for measurement, case in _model_cases(sizes, kernel=self._kernel_works):
-                self._measure(measurement, case, memory, str(model))
-        for measurement, case in _layer_cases(sizes):
-            self._measure(measurement, case, memory)
+                return
+        loaded = self._measure("load", {}, memory, str(model))
+        has_kernel = bool(loaded.figures.get("counters", {}).get("attentions_by_kernel"))
+        for measurement, case in _model_cases(sizes):
+            # A kernel that hangs must not take the figures of the other ways with it.
+            kernel = has_kernel and not self._timeouts.get(measurement)
+            self._measure(measurement, {**case, "kernel": kernel}, memory, str(model))
 
     def _measure(self, measurement: str, case: Case, memory: int, model: str | None = None) -> Outcome:
         outcome = self._refused(measurement)
         if outcome is None:
             job = Job(measurement, case, memory, self.config.sizes.case_seconds, model)
-            outcome = run_case(job, self.config.command)
+            with self.console.status(f"{measurement} {_words(case)}"):
+                outcome = run_case(job, self.config.command)
         if outcome.timed_out:
             self._timeouts[measurement] = self._timeouts.get(measurement, 0) + 1
         return self._write(measurement, case, outcome)
@@ -246,7 +262,7 @@ class _Report:
         elif self._timeouts.get(measurement, 0) >= _MOST_TIMEOUTS:
             reason = "earlier cases of this measurement took too long"
         elif measurement == "attention by kernel" and not self._kernel_works:
-            reason = "the kernel works for no kind of layer: see the rows of the measurement kernel"
+            reason = "the kernel does not work for such a layer here: see the rows of the measurement kernel"
         return None if reason is None else Outcome({}, 0.0, skipped=reason)
 
     def _write(self, measurement: str, case: Case, outcome: Outcome) -> Outcome:
@@ -279,8 +295,8 @@ class _Report:
 
 
 def memory_of_a_case() -> int:
-    """Returns the memory that a case may take: half of the machine's, and no more than what is free."""
-    return max(GIB, min(total_host_bytes() // 2, int(free_host_bytes() * 0.8)))
+    """Returns the memory that a case may take: as much as a server on this machine, and no more than is free."""
+    return max(GIB, min(auto_limit_bytes(total_host_bytes()), int(free_host_bytes() * 0.8)))
 
 
 # ---- cases
@@ -290,7 +306,9 @@ def _first_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:
     """Yields the cases that need no model: memory, the kernel's results, and writes to pools."""
     yield "memory", {"array_mib": sizes.array_mib}
     for dtype in sizes.kernel_dtypes:
-        for q_heads, kv_heads, key_dim, value_dim, block_size, features in _KERNEL_SHAPES:
+        for q_heads, kv_heads, key_dim, value_dim, block_size, features in _KERNEL_SHAPES[
+            : sizes.kernel_shapes
+        ]:
             yield (
                 "kernel",
                 {
@@ -319,15 +337,14 @@ def _writes(sizes: Sizes, pool_mib: int, *, synchronize: bool, slice_held: bool 
     }
 
 
-def _model_cases(sizes: Sizes, *, kernel: bool) -> Iterator[tuple[str, Case]]:
-    """Yields the cases of a whole model."""
-    yield "load", {}
-    for context in sizes.model_contexts:
+def _model_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:
+    """Yields the cases of a whole model that loads."""
+    contexts = sizes.model_contexts
+    for context in contexts:
         for rows in sizes.rows:
-            yield "step", {"rows": rows, "context": context, "kernel": kernel}
+            yield "step", {"rows": rows, "context": context}
     for decodes in sizes.decodes:
-        context = sizes.model_contexts[len(sizes.model_contexts) // 2]
-        yield "suffix", {"decodes": decodes, "context": context, "kernel": kernel}
+        yield "suffix", {"decodes": decodes, "context": contexts[len(contexts) // 2]}
     yield "prefill", {"tokens": sizes.prompt_tokens, "chunk": sizes.chunk_tokens}
     yield "rows", {"blocks": sizes.blocks}
 
@@ -374,7 +391,11 @@ def published(value: Any, scrub: Scrub) -> Any:
     """Returns a JSON value of bounded size, without personal data, and with numbers that JSON has."""
     if isinstance(value, str):
         text = scrub(value)
-        return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS * 3 // 4]}\n…\n{text[-_MOST_CHARS // 4 :]}"
+        return (
+            text
+            if len(text) <= _MOST_CHARS
+            else f"{text[: _MOST_CHARS * 3 // 4]}\n…\n{text[-_MOST_CHARS // 4 :]}"
+        )
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -386,28 +407,38 @@ def published(value: Any, scrub: Scrub) -> Any:
 
 def _line(row: Mapping[str, Any]) -> str:
     """Returns the line of a row on the terminal."""
-    case = " ".join(f"{name}={_short(value)}" for name, value in row["case"].items())
     if "error" in row:
         told = f"error: {row['error'].splitlines()[0]}"
     elif "skipped" in row:
         told = f"skipped: {row['skipped']}"
     else:
-        told = _told(row.get("figures", {}))
-    return f"{row['measurement']:<20}{case[:70]:<50} {told[:150]}  ({row['seconds']:.1f} s)"
+        told = ", ".join(_told(row.get("figures", {})))
+    told = told if len(told) <= _MOST_TOLD else f"{told[: _MOST_TOLD - 1]}…"
+    return f"{row['seconds']:5.1f} s  {row['measurement']} {_words(row['case'])}".rstrip() + f": {told}"
 
 
-def _short(value: Any) -> str:
-    return "…" if isinstance(value, (list, dict)) else str(value)
+def _words(case: Case) -> str:
+    """Returns a case in a few words, without its lists and objects."""
+    words = []
+    for name, value in case.items():
+        if isinstance(value, bool):
+            words += [name] * value
+        elif not isinstance(value, (list, dict)):
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
-def _told(figures: Mapping[str, Any]) -> str:
-    """Returns the median times of a row's ways, or its plain figures."""
-    told = []
+def _told(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the times of a row's ways, and its plain figures."""
     for name, value in figures.items():
-        if isinstance(value, Mapping) and "median_ms" in value:
-            told.append(f"{name} {value['median_ms']:.3g} ms")
-        elif isinstance(value, Mapping) and "error" in value:
-            told.append(f"{name}: error")
-        elif isinstance(value, (bool, int, float, str)):
-            told.append(f"{name} {value}")
-    return ", ".join(told)
+        if not isinstance(value, Mapping):
+            if isinstance(value, (bool, int, float, str)) and value != "":
+                yield f"{name} {value}"
+        elif "error" in value:
+            yield f"{name}: error"
+        elif "median_ms" in value:
+            yield f"{name} {value['median_ms']:.3g} ms"
+        elif "tokens_per_s" in value:
+            yield f"{name} {value['tokens_per_s']:.0f} tokens/s"
+        else:
+            yield from (f"{name}, {told}" for told in _told(value) if told.endswith(" ms"))

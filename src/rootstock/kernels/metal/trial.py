@@ -22,6 +22,7 @@ STEPS = (
     ((690, 3), (40, 1)),
 )
 WINDOW = 25
+_MOST_CHARS = 300  # of a failure's message
 # Largest error relative to the largest number of the answer. An output is rounded to its dtype, and a device's exp
 # has a few more roundings than the host's.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
@@ -36,11 +37,17 @@ def why_not(kernel: PagedKernel, uses: Iterable[LayerUse]) -> str | None:
                 try:
                     error = error_of(kernel, use, lengths, window, seed=number)
                 except Exception as failure:  # the compiler of a device may raise anything
-                    first = next(iter(str(failure).splitlines()), "")
-                    return f"the Metal kernel failed for {use}: {type(failure).__name__}: {first}"
+                    return f"the Metal kernel failed for {use}: {type(failure).__name__}: {_in_short(failure)}"
                 if not error <= TOLERANCES[use.dtype]:
                     return f"the Metal kernel is wrong by {error:.1e} for {use}"
     return None
+
+
+def _in_short(failure: Exception) -> str:
+    """Returns the first line of a message, and the first error of a compiler, which stands in a later line."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    errors = [line for line in lines[1:] if "error" in line]
+    return ": ".join([*lines[:1], *errors[:1]])[:_MOST_CHARS]
 
 
 def error_of(
