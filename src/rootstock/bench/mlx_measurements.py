@@ -98,6 +98,7 @@ def memory(job: Job) -> Iterator[Figures]:
     yield {"wired_limit": _or_error(_wired_limit)}
     of_mlx.limit_memory()
     yield {"cache_limit": of_mlx.cache_limit_bytes(), "mlx_limit": mx.get_memory_limit()}
+    mx.clear_cache()
     yield {"before": now()}
     nbytes = int(job.case["array_mib"]) * MIB
     _need(job, nbytes)

@@ -35,7 +35,7 @@ from rootstock.units import GIB, in_units
 SCHEMA = 1  # raised when a field changes its meaning
 OPTION = "--mlx-report"
 
-_COMMAND = (sys.executable, "-X", "faulthandler", "-m", "rootstock.bench.mlx_measurements")
+COMMAND = (sys.executable, "-X", "faulthandler", "-m", "rootstock.bench.mlx_measurements")
 _MOST_CHARS = 4000  # of a text
 _MOST_TOLD = 160  # characters on the terminal
 _MOST_ENTRIES = 64  # of a list or an object
@@ -154,7 +154,7 @@ class ReportConfig:
     out: Path
     model: str | None = None  # a directory or a hub name; None: a llama of random weights
     sizes: Sizes = FULL
-    command: Sequence[str] = _COMMAND  # that runs a case
+    command: Sequence[str] = COMMAND  # that runs a case
     memory_bytes: int | None = None  # of a case's process; None: by the machine's memory
 
 
@@ -200,12 +200,10 @@ class _Report:
     _skipped: int = 0
     _timeouts: dict[str, int] = field(default_factory=dict)
     _kernel_works: bool = False  # for a layer like those of the measurement of attention
-    _until: float = 0.0  # when the remaining cases are skipped
+    _until: float = math.inf  # when the remaining cases are skipped
 
     def run(self, model: Path | None, folder: Path) -> None:
         sizes = self.config.sizes
-        began = time.monotonic()
-        self._until = began + _SHARE_OF_MODEL * sizes.seconds
         memory = self.config.memory_bytes or memory_of_a_case()
         self._write("machine", {}, Outcome({**_machine(), "memory_of_a_case": memory}, 0.0))
         device = self._measure("device", {}, memory)
@@ -219,6 +217,8 @@ class _Report:
                 "MLX computes without Metal here, so that the full report would take hours. Try it with --small."
             )
             return
+        began = time.monotonic()
+        self._until = began + _SHARE_OF_MODEL * sizes.seconds
         for measurement, case in _first_cases(sizes):
             outcome = self._measure(measurement, case, memory)
             if case.get("dtype") == sizes.dtype and case.get("key_dim") == 128:
@@ -300,6 +300,12 @@ def memory_of_a_case() -> int:
 
 
 # ---- cases
+
+
+def all_cases(sizes: Sizes) -> list[tuple[str, Case]]:
+    """Returns the cases of a report on which everything works, after the machine and its device."""
+    model: tuple[str, Case] = ("model", {"config": dict(sizes.model)})
+    return [*_first_cases(sizes), model, ("load", {}), *_model_cases(sizes), *_layer_cases(sizes)]
 
 
 def _first_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:

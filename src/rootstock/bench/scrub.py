@@ -14,6 +14,7 @@ Scrub = Callable[[str], str]
 
 _PATH = "<path>"
 _NAME = "<name>"
+_SHORT_PATH = "/private/path"
 # A path in quotes may have spaces. Elsewhere a path ends at the first of them.
 _QUOTED = re.compile(r"""(["'])((?:~|/)[^"'\n]*)\1""")
 _BARE = re.compile(r"""(?<![\w.:/<>~])~?/(?:[^\s/"'<>|:,;()\[\]]+/)+[^\s"'<>|:,;()\[\]]*""")
@@ -28,9 +29,10 @@ def scrubber(private: Iterable[str] = ()) -> Scrub:
     name = _any_of(names)
 
     def scrub(text: str) -> str:
+        text = path.sub(_SHORT_PATH, text)  # the known ones may have spaces
         text = _QUOTED.sub(lambda found: f"{found[1]}{_shortened(found[2])}{found[1]}", text)
         text = _BARE.sub(lambda found: _shortened(found[0]), text)
-        return name.sub(_NAME, path.sub(_PATH, text))
+        return name.sub(_NAME, text)
 
     return scrub
 
