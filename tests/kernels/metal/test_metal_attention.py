@@ -244,12 +244,15 @@ def test_the_trial_at_load_tells_why_the_kernel_cannot_be_used(
     assert "6/2 heads of 32 and 32 numbers in float32, blocks of 7" in told
     broken = PagedKernel(lambda *_: fail)
     assert why_not(broken, uses) == (
-        f"the Metal kernel failed for {next(iter(uses))}: RuntimeError: Unable to build metal library"
+        f"the Metal kernel failed for {next(iter(uses))}: RuntimeError: Unable to build metal library: "
+        "program_source:2:5: error: unknown type"
     )
 
 
 def fail(**_: Any) -> Any:
-    raise RuntimeError("Unable to build metal library\nprogram_source:1: error")
+    raise RuntimeError(
+        "Unable to build metal library\nprogram_source:1:1: warning: unused\nprogram_source:2:5: error: unknown type"
+    )
 
 
 # ------------------------------------------------------------------------------------------ launches
