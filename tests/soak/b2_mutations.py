@@ -42,8 +42,8 @@ from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.state_pool import StateCache, StatePool
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
 from twins import test_twins
-from twins.driving import load
 from twins.test_twins import Twin, twin_in
+from twins.torch_models import load
 
 TESTS: tuple[Callable[[Twin], None], ...] = (
     test_twins.test_any_mixture_of_four_sequences_gives_the_models_own_logits,
