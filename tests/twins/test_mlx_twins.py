@@ -1,11 +1,12 @@
-"""Small mlx-lm models through the real loader: in every way of running it, a sequence has the logits of mlx-lm with its
-own cache. `bench/show/i1_mlx_models.py` serves all architectures."""
+"""Small mlx-lm models through the real loader. However a sequence is run, it has the logits of mlx-lm with its own
+cache. `bench/show/i1_mlx_models.py` serves all architectures."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,7 @@ from rootstock.runtime.mlx.self_check import own_logits
 from twins import chunkings, mlx_models, ways
 from twins.driving import allocate
 from twins.mlx_served import load, names_of
-from twins.twin import Twin
+from twins.twin import TOLERANCE, Twin
 
 EXPECTED: dict[str, tuple[str, ExecutionMode]] = {
     "llama": ("full", "batched"),
@@ -32,8 +33,8 @@ EXPECTED: dict[str, tuple[str, ExecutionMode]] = {
 }
 
 
-def twin_in(directory: Path, name: str) -> Twin:
-    runtime = load(mlx_models.save(directory, name))
+def twin_in(directory: Path, name: str, tolerance: float = TOLERANCE, **options: Any) -> Twin:
+    runtime = load(mlx_models.save(directory, name), **options)
     allocate(runtime)
     own, _ = load_by_mlx_lm(directory)
 
@@ -41,7 +42,7 @@ def twin_in(directory: Path, name: str) -> Twin:
     def logits_of(tokens: bytes) -> NDArray[np.float32]:
         return own_logits(own, np.frombuffer(tokens, np.int32))
 
-    return Twin(name, runtime, lambda tokens: logits_of(tokens.tobytes()))
+    return Twin(name, runtime, lambda tokens: logits_of(tokens.tobytes()), tolerance)
 
 
 @pytest.fixture(scope="module", params=EXPECTED)

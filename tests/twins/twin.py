@@ -39,8 +39,10 @@ class Twin:
 
     def assert_right(self, ran: Ran) -> None:
         expected = self.logits(ran.tokens)
-        difference = largest_difference(ran.logits, expected[ran.first :])
-        assert difference <= self.tolerance * float(expected.std())
+        difference = largest_difference(ran.logits, expected[ran.first :]) / float(expected.std())
+        assert difference <= self.tolerance, (
+            f"differs by {difference:.2g} of {len(ran.tokens)}, cut at {ran.cuts}"
+        )
 
     def assert_steady(self, served: Served) -> None:
         for ran in served.ran:
