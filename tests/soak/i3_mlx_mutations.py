@@ -45,8 +45,9 @@ WAYS = (
 )
 
 IN_INT8, ON_THE_KERNEL = " in int8", " on the kernel"
-# Rounding K and V to int8 changes the logits of these models by up to 0.1 standard deviations.
-INT8_TOLERANCE = 0.5
+# Rounding K and V to int8 changes a logit of these models by up to 0.8 standard deviations, because their weights are
+# drawn wide. Logits of something else differ by more than 4.
+INT8_TOLERANCE = 1.5
 
 EMULATION = Emulation(Path(tempfile.mkdtemp()))
 KERNEL = PagedKernel(EMULATION, Occupancy(threadgroups=100, least_split=16))
@@ -145,6 +146,12 @@ MUTATIONS = (
         edited("mx.array(self.pasts, mx.int32)", "mx.array(self.pasts, mx.int32) + 1"),
     ),
     Mutation(
+        "the offset of one sequence is one too large",
+        LLAMA4,
+        OFFSET,
+        edited("return self.pasts[0] if", "return self.pasts[0] + 1 if"),
+    ),
+    Mutation(
         "a chunked model is told that its chunk begins at 0",
         LLAMA4,
         function(StandIn, "__init__"),
@@ -177,12 +184,6 @@ MUTATIONS = (
         GPT_OSS,
         function(survey, "_rule_of"),
         edited("int(cache.max_size))", "int(cache.max_size) - 1)"),
-    ),
-    Mutation(
-        "a chunk is taken for a window",
-        LLAMA4,
-        MASK,
-        edited("queries - queries % self.family.chunk", "queries - self.family.chunk + 1"),
     ),
     Mutation(
         "sequences of unlike lengths are attended without a mask",
@@ -236,7 +237,6 @@ MUTATIONS = (
     # attention on the pools
     Mutation("sinks are lost", GPT_OSS, ONE_ROW, edited("mask=seen, sinks=sinks", "mask=seen, sinks=None")),
     Mutation("the scale is lost", LLAMA, ONE_ROW, edited("scale=scale", "scale=1.0")),
-    Mutation("a decode's window is one wider", GEMMA, ONE_ROW, edited("past - window + 1", "past - window")),
     Mutation(
         "a decode's window is one narrower",
         GPT_OSS,
@@ -254,12 +254,6 @@ MUTATIONS = (
     ),
     Mutation(
         "all sequences read the first one's view", LLAMA, ONE_ROW, edited("rows.run(row)", "rows.run(0)")
-    ),
-    Mutation(
-        "an attention without its mask is served",
-        LLAMA4,
-        function(PoolAttention, "serves"),
-        edited("(mask is None or isinstance(mask, str) or self._is_mask_of(mask, stand_in))", "True"),
     ),
     # blocks
     Mutation("a shared part of a block is not copied", LLAMA, function(KVPool, "copy"), nothing),
@@ -339,10 +333,10 @@ MUTATIONS = (
         edited("enumerate(last.slots)", "enumerate(reversed(last.slots))"),
     ),
     Mutation(
-        "a checkpoint keeps the state before the last forward",
+        "a batch keeps the states of its first forward",
         MAMBA,
         function(StatePool, "put"),
-        edited("self._rows.pop(slot, None)", "self._rows.setdefault(slot, states)"),
+        edited("self._last = _BatchStates(", "self._last = self._last or _BatchStates("),
     ),
     Mutation("the recurrent part of a state is lost", QWEN, function(StatePool, "take"), last_state_lost),
     Mutation("states stay as they were", MAMBA, CALL, edited("self._state_pool.put(slots, states)", "pass")),

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.utils import load_model as load_by_mlx_lm
 from numpy.typing import NDArray
 
+from rootstock.cache.types import Tokens
 from rootstock.runtime.base import ExecutionMode
 from rootstock.runtime.mlx.self_check import own_logits
 from twins import chunkings, mlx_models, ways
@@ -94,3 +95,23 @@ def test_answers_do_not_depend_on_preemption(twin: Twin) -> None:
 def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
     for ran in ways.resumed_anywhere(twin.runtime):
         twin.assert_right(ran)
+
+
+@pytest.mark.behaviour(23)
+@pytest.mark.parametrize("twin", ["llama", "gemma3_text", "qwen3_next"], indirect=True)
+def test_rows_in_int8_do_not_depend_on_how_a_sequence_is_run(twin: Twin, tmp_path: Path) -> None:
+    """Attention reads the rounded rows in each case, those of its own chunk, too."""
+    directory = mlx_models.save(tmp_path, twin.model_type)
+    runtime, apart = (load(directory, kv_dtype="int8") for _ in range(2))
+    allocate(runtime)
+    allocate(apart)
+
+    def in_one_pass(tokens: Tokens) -> NDArray[np.float32]:
+        (ran,) = ways.whole(apart, [tokens])
+        return ran.logits
+
+    rounded = Twin(twin.model_type, runtime, in_one_pass)
+    for way in (ways.chunked, ways.batch, ways.moved, ways.cached):
+        rounded.assert_agrees(way)
+    with pytest.raises(AssertionError, match="differs by"):
+        Twin(twin.model_type, runtime, twin.logits).assert_agrees(ways.whole)
