@@ -91,7 +91,7 @@ def compare(
     by one more rounding of the embedded tokens.
     """
     is_exact = dtype == "float32"
-    measure: Measure = largest_difference if is_exact else relative_error
+    measure = measure_for(dtype)
     quantity = "largest difference of a logit" if is_exact else "relative error"
     allowed = _FLOAT32_TOLERANCE if is_exact else allowed_difference(dtype, noise)
     figures, remarks = {}, []
@@ -110,6 +110,10 @@ def compare(
         if not figures[kind] <= allowed:
             raise Disagreement(figures[kind], allowed, f"the {quantity} of {kind}")
     return Verdict(figures, "; ".join(remarks))
+
+
+def measure_for(dtype: str) -> Measure:
+    return largest_difference if dtype == "float32" else relative_error
 
 
 def allowed_difference(dtype: str, noise: Callable[[Measure], float]) -> float:

@@ -84,6 +84,8 @@ class LayerPool:
 
     def values_at(self, slots: Slots) -> mx.array:
         """Returns V [slots, heads, value_dim] in the model's dtype: a view of a run of slots, a gather of others."""
+        if self.shape.value_dim == 0:
+            return mx.zeros((*self.keys_at(slots).shape[:-1], 0), self.shape.dtype)
         return self._at(0 if self.shape.shares_values else 1, slots)
 
     def _at(self, number: int, slots: Slots) -> mx.array:

@@ -44,6 +44,9 @@ class Served:
     layout: Layout
     description: ModelDescription
     kernel: PagedKernel | None = None  # None: attention on views and gathers of the pools
+    # Whether a mask of several sequences has a dimension more, [sequences, 1, 1, new, width], for a model that keeps
+    # the query heads of each KV head together in its scores.
+    grouped_masks: bool = False
 
 
 @dataclass(slots=True)
@@ -86,6 +89,10 @@ class MlxRuntime:
 
     def free_bytes(self) -> int:
         return free_bytes()
+
+    @property
+    def pool_copies(self) -> int | None:
+        return self.stats.pool_copies
 
     def release_unused(self) -> None:
         mx.clear_cache()
@@ -252,7 +259,8 @@ class MlxRuntime:
 
         def stand_in(path: CachePath, cache: Any) -> Any:
             if path in layout.layers:
-                stand_ins.append(StandIn(rows[layout.layers[path].family], pool.layers[path]))
+                its_rows, grouped = rows[layout.layers[path].family], self._served.grouped_masks
+                stand_ins.append(StandIn(its_rows, pool.layers[path], grouped))
                 return stand_ins[-1]
             if path not in layout.states:
                 return cache  # the model does not use it

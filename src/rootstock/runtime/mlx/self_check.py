@@ -18,7 +18,16 @@ from mlx_lm.models import cache as mlx_cache
 from rootstock.cache.types import Tokens
 from rootstock.runtime.base import Logits, ModelDescription, Runtime
 from rootstock.runtime.mlx.survey import Unsupported
-from rootstock.runtime.trial import Measure, ScoredRows, Trial, Verdict, compare, trial_tokens
+from rootstock.runtime.trial import (
+    Measure,
+    ScoredRows,
+    Trial,
+    Verdict,
+    allowed_difference,
+    compare,
+    measure_for,
+    trial_tokens,
+)
 
 _NOISE_SAMPLES = 3
 
@@ -46,6 +55,24 @@ def self_check(
     verdict = compare(rows, expected, decoded, own_noise, description.dtype)
     progress(1.0)
     return verdict
+
+
+def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None:
+    """Raises Unsupported if the model's logits with its own cache depend on how its tokens are divided into forwards.
+
+    No runtime can then agree with it: the first half of the tokens is compared alone and followed by decodes, with
+    one pass.
+    """
+    tokens, measure = trial_tokens(description)["long"], measure_for(description.dtype)
+    half = len(tokens) // 2
+    figure = measure(own_logits(model, tokens, half), own_logits(model, tokens))
+    if not figure <= allowed_difference(
+        description.dtype, lambda measure: noise(model, tokens, description.dtype, measure)
+    ):
+        raise Unsupported(
+            f"gives other logits by mlx-lm's own cache if its tokens are divided into a prefill and decodes (they "
+            f"differ by {figure:.2g}), so that no cache can repeat them"
+        )
 
 
 def own_logits(model: nn.Module, tokens: Tokens, prompt: int | None = None) -> Logits:
