@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
-from mlx_lm.utils import load_model, save_config
+from mlx_lm.utils import dequantize_model, load_model, save_config
 
 from lora import PREFIX
 
@@ -65,9 +65,12 @@ def save_mlx_adapter(
 
 
 def merged_by_mlx_lm(checkpoint: Path, adapter: Path) -> nn.Module:
-    """Returns the model with an adapter of mlx-lm's format merged, as `mlx_lm.fuse --dequantize` makes it."""
-    model = load_adapters(own_model(checkpoint), str(adapter))
-    fused = [(name, m.fuse(dequantize=True)) for name, m in model.named_modules() if hasattr(m, "fuse")]
+    """Returns the model with an adapter of mlx-lm's format merged, as `mlx_lm.fuse` makes it of dequantized
+    weights."""
+    model = dequantize_model(own_model(checkpoint))
+    model.set_dtype(mx.float32)
+    model = load_adapters(model, str(adapter))
+    fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
     model.update_modules(tree_unflatten(fused))
     model.eval()
     return model
@@ -102,18 +105,21 @@ def save_peft_adapter(
     return directory
 
 
-def merged_from_peft(checkpoint: Path, adapter: Path) -> nn.Module:
-    """Returns the model with an adapter of PEFT's format merged by LoRA's definition."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
+def merged_from_peft(checkpoint: Path, adapter: Path, scaling: float) -> nn.Module:
+    """Returns the model with an adapter of PEFT's format merged by LoRA's definition. A head keeps the weight that it
+    shares with an adapted embedding."""
     tensors: Any = mx.load(str(adapter / "adapter_model.safetensors"))
     model = own_model(checkpoint)
-    scaling = config["lora_alpha"] / config["r"]
     for name, module in model.named_modules():
         a, b = (tensors.get(f"{PREFIX}{name}.lora_{letter}.weight") for letter in "AB")
         if a is not None:
             module.weight = module.weight + scaling * (b @ a)
         a, b = (tensors.get(f"{PREFIX}{name}.lora_embedding_{letter}") for letter in "AB")
         if a is not None:
+            head = module.weight.T
+            module.__class__ = type(
+                "Untied", (nn.Embedding,), {"as_linear": lambda self, x, head=head: x @ head}
+            )
             module.weight = module.weight + scaling * (b @ a).T
     mx.eval(model.parameters())
     return model

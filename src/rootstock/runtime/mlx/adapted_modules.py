@@ -2,10 +2,10 @@
 
 MLX has no hooks, and Python looks `__call__` up in the class. A module that an adapter changes therefore gets a class
 that is derived from its own, for as long as an adapter changes it. Its weights stay as they are, quantized or not:
-the change y + (x · a) · b is added to the rows of the adapter. The batch dimension of a call is its sequences: rows of
-several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as those of routed
-experts, they cannot be attributed: it raises `RowsUnknown`, and the check at load then gives the adapter calls of its
-own.
+the change y + (x · a) · b is added to the rows of the adapter. The batch dimension of a call is its sequences: rows
+of several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as those of
+routed experts, they cannot be attributed: it raises `RowsUnknown`, and the check at load then gives the adapter calls
+of its own.
 
 Merged weights are the reference of that check. They are made by other code, from the adapter's tensors.
 """

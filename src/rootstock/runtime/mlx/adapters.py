@@ -168,13 +168,14 @@ class Adapters:
             ) from error
 
     def _place(self, name: str, places: Mapping[str, str | None]) -> str:
-        place = places.get(name, "")
+        if name not in places:
+            raise Refused("is no module of the base model: the adapter was made for another one")
+        place = places[name]
         if place is None:
             raise Refused(
                 "has a weight that mlx-lm stores in another form: merge the adapter instead, or train it with mlx-lm"
             )
-        if place not in self._named:
-            raise Refused("is no module of the base model: the adapter was made for another one")
+        assert place in self._named, "mlx-lm has loaded the weight into a module"
         return place
 
     # --------------------------------------------------------------------------------------- the check
