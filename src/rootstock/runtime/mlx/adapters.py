@@ -173,7 +173,8 @@ class Adapters:
         place = places[name]
         if place is None:
             raise Refused(
-                "has a weight that mlx-lm stores in another form: merge the adapter instead, or train it with mlx-lm"
+                "has a weight that mlx-lm changes or leaves out when it reads a checkpoint: merge the adapter "
+                "instead, or train it with mlx-lm"
             )
         assert place in self._named, "mlx-lm has loaded the weight into a module"
         return place
