@@ -32,6 +32,7 @@ from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
 from rootstock.runtime.mlx import adapted_modules, adapters
 from rootstock.runtime.mlx import load as loader
+from rootstock.runtime.mlx.checkpoint import read_checkpoint
 from rootstock.runtime.mlx.load import load_model
 from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.mlx.self_check import own_logits
@@ -162,7 +163,7 @@ def test_dtypes(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "scaling"), [({}, 8 / 4), ({"use_rslora": True}, 8 / 2)])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
 def test_files_of_peft(tmp_path: Path, kind: str, fields: dict[str, Any], scaling: float) -> None:
     """The embedding of qwen3 is the head, too, and PEFT adapts the embedding alone."""
     checkpoint = save_mlx_checkpoint(tmp_path / "m", kind)
@@ -180,8 +181,8 @@ def test_files_of_peft(tmp_path: Path, kind: str, fields: dict[str, Any], scalin
 def test_modules_of_a_checkpoint_are_found_by_their_weights(tmp_path: Path) -> None:
     """As transformers names them: mlx-lm stacks the weights of experts."""
     checkpoint = save_mlx_checkpoint(tmp_path / "m", "qwen3_moe")
-    model, files = own_model(checkpoint), [checkpoint / "model.safetensors"]
-    own = stored_modules(model, files)
+    described, files = read_checkpoint("m", checkpoint), [checkpoint / "model.safetensors"]
+    own = stored_modules(described, files)
     assert own == {name: name for name in own}
     tensors: Any = mx.load(str(files[0]))
     mx.eval(tensors)
@@ -189,17 +190,33 @@ def test_modules_of_a_checkpoint_are_found_by_their_weights(tmp_path: Path) -> N
         for number, weight in enumerate(tensors.pop(name)):
             tensors[name.replace("switch_mlp", f"experts.{number}")] = weight
     mx.save_safetensors(str(files[0]), tensors)
-    found = stored_modules(model, files)
+    found = stored_modules(described, files)
     assert found["model.layers.0.mlp.experts.1.up_proj"] is None
     assert found["model.layers.0.mlp.gate"] == "model.layers.0.mlp.gate"
     assert not any("switch_mlp" in name for name in found)
 
 
-def test_a_weight_that_mlx_lm_changes_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_drops_its_head_when_it_is_loaded(tmp_path: Path) -> None:
+    """gemma3_text does so if the files have no head, and can do so only once."""
+    checkpoint = save_mlx_checkpoint(tmp_path / "m", "gemma3_text")
+    weights = checkpoint / "model.safetensors"
+    tensors: Any = mx.load(str(weights))
+    mx.eval(tensors)
+    del tensors["lm_head.weight"]
+    mx.save_safetensors(str(weights), tensors)
+    query = "model.layers.0.self_attn.q_proj"
+    add(load(checkpoint), save_peft_adapter(tmp_path / "a", own_model(checkpoint), [query]))
+
+
+def test_a_weight_that_mlx_lm_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = save_mlx_checkpoint(tmp_path / "m", "qwen3_moe")
     made = save_peft_adapter(tmp_path / "a", own_model(checkpoint), ["model.layers.0.self_attn.q_proj"])
     runtime = load(checkpoint)
-    runtime._model.sanitize = lambda given: {name: array + 0 for name, array in given.items()}
+    monkeypatch.setattr(
+        type(runtime._model),
+        "sanitize",
+        lambda self, given: {name: array + 0 for name, array in given.items()},
+    )
     said = refusal(runtime, made)
     assert "model.layers.0.self_attn.q_proj has a weight that mlx-lm changes or leaves out" in said
 

@@ -125,7 +125,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         lambda adapters: MlxRuntime(
             model, served, adapters
         ),  # with exact pools, as for the check of the model
-        lambda: stored_modules(model, files),
+        lambda: stored_modules(checkpoint, files),
         lambda source: _refuse_large_adapter(source, dtype) if config.memory_check else None,
     )
     return MlxRuntime(model, stored, adapters)

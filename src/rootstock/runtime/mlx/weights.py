@@ -66,14 +66,15 @@ def _refuse_repeated(model: str, files: Sequence[Path]) -> None:
         seen.add(tensor.name)
 
 
-def stored_modules(built: Any, files: Sequence[Path]) -> dict[str, str | None]:
+def stored_modules(checkpoint: Checkpoint, files: Sequence[Path]) -> dict[str, str | None]:
     """Returns the model's name of each module whose weight the files hold, by the name there. None: mlx-lm makes
-    other weights of it. Reads headers only."""
+    other weights of it, or none. Reads headers only."""
     stored: dict[str, mx.array] = {}
     for file in files:
         arrays: Any = mx.load(str(file))
         stored.update(arrays)
-    kept = dict(built.sanitize(dict(stored))) if hasattr(built, "sanitize") else stored
+    model: Any = checkpoint.make_model()  # some may change themselves by the weights, and only once
+    kept = dict(model.sanitize(dict(stored))) if hasattr(model, "sanitize") else stored
     names = {id(array): name for name, array in kept.items()}
 
     def place(name: str, array: mx.array) -> str | None:
