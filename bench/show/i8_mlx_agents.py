@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from common import argument_parser, at_most, conclude, exactly
+from common import argument_parser, conclude, exactly
 from llamas import say, write_chatting
 from peers import PeerProcess, free_port
 from transformers import AutoTokenizer

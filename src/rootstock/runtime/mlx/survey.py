@@ -29,7 +29,7 @@ from rootstock.cache.families import (
 CachePath = tuple[int, ...]
 """Place of a cache in the tree of a model's caches: (layer,), and an index more in each CacheList."""
 
-_PROBE_TOKENS = (3, 5)
+_PROBE_TOKENS = (1, 5)  # a state may keep the last few tokens, as many as there are
 
 
 class Unsupported(Exception):
