@@ -16,10 +16,9 @@ from kernels.metal.emulation import COMPILER, Emulation
 from rootstock.cache.families import RecurrentState
 from rootstock.kernels.metal.launch import Occupancy
 from rootstock.kernels.metal.paged_attention import PagedKernel
-from rootstock.runtime.base import ModelDescription
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
-from rootstock.runtime.mlx.survey import survey
+from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.trial import ScoredRows, Trial, trial_tokens
+from runtime.mlx.helpers import served
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
@@ -97,24 +96,8 @@ def make_model(kind: str) -> nn.Module:
 
 
 def run(model: nn.Module, kernel: PagedKernel | None) -> tuple[dict[str, list[ScoredRows]], MlxRuntime]:
-    layout = survey(model)
-    description = ModelDescription(
-        name="tiny",
-        architecture="tiny",
-        vocab_size=layout.vocab_size,
-        context_limit=512,
-        families=layout.families,
-        weights_fingerprint="tiny",
-        dtype="float32",
-        kv_dtype="float32",
-        device="cpu",
-        parameters=0,
-        execution_mode="batched",
-        runtime="mlx",
-        memory="unified",
-    )
-    runtime = MlxRuntime(model, Served(layout, description, kernel))
-    tokens = trial_tokens(description)
+    runtime = MlxRuntime(model, served(model, kernel=kernel))
+    tokens = trial_tokens(runtime.description)
     return Trial(runtime, tokens["long"], tokens["short"]).run(), runtime
 
 

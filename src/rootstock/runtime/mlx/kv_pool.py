@@ -163,7 +163,11 @@ class KVPool:
         """Copies parts of blocks, with the result of copying in sequence."""
         together: list[BlockCopy] = []
         for copy in copies:
-            if any((copy.family, copy.source) == (earlier.family, earlier.target) for earlier in together):
+            # A scatter has no order: a row may not be written twice at once, either.
+            if any(
+                copy.family == earlier.family and earlier.target in (copy.source, copy.target)
+                for earlier in together
+            ):
                 self._copy_at_once(together)
                 together = []
             together.append(copy)
@@ -173,8 +177,8 @@ class KVPool:
     def _copy_at_once(self, copies: Sequence[BlockCopy]) -> None:
         slots = {
             family: (
-                self._slots((c.source, c.tokens) for c in copies if c.family == family),
-                self._slots((c.target, c.tokens) for c in copies if c.family == family),
+                self._slots(family, ((c.source, c.tokens) for c in copies if c.family == family)),
+                self._slots(family, ((c.target, c.tokens) for c in copies if c.family == family)),
             )
             for family in {copy.family for copy in copies}
         }
@@ -189,9 +193,9 @@ class KVPool:
                 array[slots[layer.shape.family][1]] = part
         evaluate(self.arrays)
 
-    def _slots(self, parts: Iterable[tuple[int, int]]) -> mx.array:
+    def _slots(self, family: int, parts: Iterable[tuple[int, int]]) -> mx.array:
         """Returns the slots of the first positions of blocks, from (block, positions)."""
-        runs = [np.arange(block * self.block_size, block * self.block_size + n) for block, n in parts]
+        runs = [self._first_slot(family, block, n) + np.arange(n) for block, n in parts]
         return mx.array(np.concatenate(runs).astype(np.int32))
 
     def read(self, family: int, block: int, tokens: int) -> list[HostBytes]:

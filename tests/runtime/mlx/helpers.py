@@ -1,0 +1,92 @@
+"""Small models on the MLX runtime, segments for them, and evaluations that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_checkpoints import make_mlx_model
+from rootstock.cache.families import RecurrentState
+from rootstock.cache.types import SlotId, Tokens
+from rootstock.kernels.metal.paged_attention import PagedKernel
+from rootstock.runtime.base import ExecutionMode, ModelDescription, Segment
+from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.survey import Layout, survey
+
+
+def described(layout: Layout, **fields: Any) -> ModelDescription:
+    """Returns the description of a model of this layout."""
+    known: dict[str, Any] = {
+        "name": "tiny",
+        "architecture": "tiny",
+        "vocab_size": layout.vocab_size,
+        "context_limit": 512,
+        "families": layout.families,
+        "weights_fingerprint": "",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "device": "cpu",
+        "parameters": 0,
+        "runtime": "mlx",
+        "memory": "unified",
+    }
+    return ModelDescription(**{**known, **fields})
+
+
+def served(
+    model: nn.Module,
+    dtype: str = "float32",
+    mode: ExecutionMode = "batched",
+    kernel: PagedKernel | None = None,
+) -> Served:
+    layout = survey(model)
+    description = described(layout, dtype=dtype, kv_dtype=dtype, execution_mode=mode)
+    return Served(layout, description, kernel)
+
+
+def runtime_of(
+    kind: str, mode: ExecutionMode = "batched", rows: int = 64, block_size: int = 4
+) -> tuple[nn.Module, MlxRuntime]:
+    """Makes a model of `mlx_checkpoints.KINDS` and its runtime, with `rows` rows of each family."""
+    model = make_mlx_model(kind)
+    runtime = MlxRuntime(model, served(model, mode=mode))
+    runtime.allocate([rows] * len(runtime.description.families), block_size)
+    return model, runtime
+
+
+def segment(
+    runtime: MlxRuntime,
+    tokens: Tokens,
+    past: int = 0,
+    keep: int | None = None,
+    blocks: Sequence[int] = range(8),
+    state: int = 0,
+) -> Segment:
+    """Makes a segment whose families all have the same block table. `keep`: rows with logits; None: all."""
+    families = runtime.description.families
+    table = np.array(list(blocks), np.int32)
+    tables = tuple(table for family in families if not isinstance(family, RecurrentState))
+    kept = len(tokens) if keep is None else keep
+    return Segment(tokens, past, tables, kept, SlotId(state))
+
+
+class Failing(nn.Module):
+    """Module whose result fails in its evaluation, not before, while `fails` is set."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fails = False
+
+    def __call__(self, x: mx.array, *rest: Any) -> mx.array:
+        out: mx.array = self.inner(x, *rest)
+        return out + failing_number() if self.fails else out
+
+
+def failing_number() -> mx.array:
+    """Returns a number that cannot be computed: of the inverse of zeros."""
+    return mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
