@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +11,71 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_checkpoints import make_mlx_model
-from rootstock.cache.families import RecurrentState
-from rootstock.cache.types import SlotId, Tokens
+from rootstock.cache.families import (
+    ChunkedAttention,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+    TokenFamily,
+)
+from rootstock.cache.types import NO_BLOCK, BlockIds, SlotId, Tokens
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription, Segment
+from rootstock.runtime.mlx.rows import FamilyRows
 from rootstock.runtime.mlx.runner import MlxRuntime, Served
 from rootstock.runtime.mlx.survey import Layout, survey
+
+SIZE, BLOCKS = 4, 64  # of the pools of `Call`
+FULL = FullAttention(1, 1)
+FAMILIES = [
+    FULL,
+    SlidingWindow(1, 1, 5),
+    SlidingWindow(1, 1, 1),
+    SlidingWindow(1, 1, 40),
+    ChunkedAttention(1, 1, 6),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's sequences, and where each position lies."""
+
+    family: TokenFamily
+    tables: Sequence[BlockIds]
+    pasts: Sequence[int]
+    lengths: Sequence[int]
+
+    @property
+    def rows(self) -> FamilyRows:
+        return FamilyRows(self.family, self.tables, self.pasts, self.lengths, SIZE, BLOCKS)
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.tables[row][position // SIZE]) * SIZE + position % SIZE
+
+    def seen(self, position: int, window: int | None = None) -> list[int]:
+        """Returns the positions that a row sees, by the family's definition."""
+        own = self.family.window if isinstance(self.family, SlidingWindow) else None
+        chunk = self.family.chunk if isinstance(self.family, ChunkedAttention) else None
+        return [
+            other
+            for other in range(position + 1)
+            if all(w is None or position - other < w for w in (own, window))
+            and (chunk is None or other // chunk == position // chunk)
+        ]
+
+
+def drawn(family: TokenFamily, seed: int, count: int | None = None, longest: int = 9) -> Call:
+    """Draws sequences whose blocks lie anywhere, and are released where no row sees them."""
+    random = np.random.default_rng(seed)
+    count = count or int(random.integers(1, 5))
+    pasts, lengths = random.integers(0, 30, count).tolist(), random.integers(1, longest + 1, count).tolist()
+    free, tables = random.permutation(BLOCKS).tolist(), []
+    for past, length in zip(pasts, lengths, strict=True):
+        blocks = -(-(past + length) // SIZE) + int(random.integers(0, 3))
+        table = np.array([free.pop() for _ in range(blocks)], np.int32)
+        table[: family.first_visible(past) // SIZE] = NO_BLOCK
+        tables.append(table)
+    return Call(family, tables, pasts, lengths)
 
 
 def described(layout: Layout, **fields: Any) -> ModelDescription:
