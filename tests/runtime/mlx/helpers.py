@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,16 +137,24 @@ def segment(
 class Failing(nn.Module):
     """Module whose result fails in its evaluation, not before, while `fails` is set."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, number: Callable[[], mx.array]) -> None:
         super().__init__()
         self.inner = inner
+        self.number = number
         self.fails = False
 
     def __call__(self, x: mx.array, *rest: Any) -> mx.array:
         out: mx.array = self.inner(x, *rest)
-        return out + failing_number() if self.fails else out
+        return out + self.number() if self.fails else out
 
 
 def failing_number() -> mx.array:
-    """Returns a number that cannot be computed: of the inverse of zeros."""
+    """Returns a number whose evaluation raises "[GatherMM::eval] Currently only supports float32"."""
+    ones = mx.ones((2, 4, 4), mx.bfloat16)
+    return mx.gather_mm(ones[:1], ones, rhs_indices=mx.array([0]), stream=mx.cpu)[0, 0, 0].astype(mx.float32)
+
+
+def number_that_fails_later() -> mx.array:
+    """Returns a number whose computation fails in a thread of MLX: of the inverse of zeros. The exception comes with
+    the evaluation or after it, when everything that follows has been computed, too."""
     return mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
