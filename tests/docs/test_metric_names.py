@@ -49,6 +49,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         idle=replace(stats.idle, ended={"warm": dict(once)}),
         adapters=AdapterStats(1, {}, {}),
         memory=MemoryStats(1, 2, Pressure.NONE, 0, 0),
+        pool_copies=0,
     )
     stored = ResponseStoreStats(0, 0, 0, 0, once)
     metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored)

@@ -43,7 +43,7 @@ class LoadProgress:
         "load": "Loading the weights",
         "hash": "Hashing the weights",
         "compile": "Compiling attention for this CPU, once",
-        "check": "Comparing the packed forward with the model's own",
+        "check": "Comparing the model on the pools with the model alone",
         "pack": "Packing the weights",
     }
 

@@ -472,6 +472,7 @@ class Engine:
                 self.scheduler.phases(),
                 self.adapters.stats(*self.scheduler.adapters()),
                 None if self._memory_guard is None else self._memory_guard.stats(),
+                self._runtime.pool_copies,
             )
         )
 

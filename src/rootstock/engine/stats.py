@@ -110,3 +110,4 @@ class EngineStats:
     phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
     adapters: AdapterStats | None = None  # None: none was ever loaded
     memory: MemoryStats | None = None  # None: the process's memory has no limit
+    pool_copies: int | None = None  # arrays of the pools that writes have copied; None: not counted

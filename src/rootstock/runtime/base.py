@@ -121,6 +121,12 @@ class Runtime(Protocol):
         """Returns the bytes that pools can still take, once the weights are loaded."""
         ...
 
+    @property
+    def pool_copies(self) -> int | None:
+        """Returns how many arrays of the pools writes have copied, instead of changing them in place. None: writes
+        cannot copy, or the device does not tell."""
+        ...
+
     def release_unused(self) -> None:
         """Gives memory back to the system that the library keeps for later computations. Called between forwards."""
         ...

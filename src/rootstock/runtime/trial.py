@@ -25,6 +25,7 @@ rounding.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,18 @@ def trial_tokens(description: ModelDescription) -> dict[str, Tokens]:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """A LoRA adapter to check: the long sequence is its, the short one is the base model's."""
+
+    adapter: str  # of the segments
+    merged: Callable[[], contextlib.AbstractContextManager[None]]  # runs the model with merged weights
+
+    def serving(self, sequence: str) -> contextlib.AbstractContextManager[None]:
+        """Runs the model as it serves a sequence of the trial."""
+        return self.merged() if sequence == "long" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRows:
     sequence: str
     positions: slice
@@ -91,7 +104,7 @@ def compare(
     by one more rounding of the embedded tokens.
     """
     is_exact = dtype == "float32"
-    measure: Measure = largest_difference if is_exact else relative_error
+    measure = measure_for(dtype)
     quantity = "largest difference of a logit" if is_exact else "relative error"
     allowed = _FLOAT32_TOLERANCE if is_exact else allowed_difference(dtype, noise)
     figures, remarks = {}, []
@@ -110,6 +123,10 @@ def compare(
         if not figures[kind] <= allowed:
             raise Disagreement(figures[kind], allowed, f"the {quantity} of {kind}")
     return Verdict(figures, "; ".join(remarks))
+
+
+def measure_for(dtype: str) -> Measure:
+    return largest_difference if dtype == "float32" else relative_error
 
 
 def allowed_difference(dtype: str, noise: Callable[[Measure], float]) -> float:

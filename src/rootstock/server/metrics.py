@@ -283,6 +283,9 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
         help = "Requests that waited because the process was close to its memory limit"
         counter("memory_held_requests", help, memory.held_requests)
         counter("memory_returns", "Returns of unused memory to the system", memory.returns)
+    if stats.pool_copies is not None:
+        help = "Arrays of the pools that writes have copied as a whole: always 0, unless there is a fault"
+        counter("pool_copies", help, stats.pool_copies)
 
 
 def _add_tier(

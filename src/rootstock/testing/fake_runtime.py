@@ -168,6 +168,10 @@ class FakeRuntime:
         self.adapters: set[str] = set()
         self._has_states = any(isinstance(family, RecurrentState) for family in families)
 
+    @property
+    def pool_copies(self) -> int | None:
+        return None
+
     def free_bytes(self) -> int:
         return free_host_bytes()
 

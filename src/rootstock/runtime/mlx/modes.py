@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,23 +16,24 @@ import mlx.nn as nn
 
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
 from rootstock.kernels.metal.paged_attention import PagedKernel
-from rootstock.runtime.base import ExecutionMode, ModelDescription, Runtime
-from rootstock.runtime.mlx.runner import Served
-from rootstock.runtime.mlx.self_check import self_check
+from rootstock.runtime.base import ExecutionMode, ModelDescription
+from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.self_check import refuse_inconsistent, self_check
 from rootstock.runtime.mlx.survey import Layout, Unsupported
 from rootstock.runtime.model_files import first_line
 from rootstock.runtime.trial import Disagreement
 
 _log = logging.getLogger(__name__)
 
-_MODES: tuple[ExecutionMode, ...] = ("batched", "batched, gathered K and V", "one sequence per forward")
+_BATCHED: ExecutionMode = "batched"
+_GATHERED: ExecutionMode = "batched, gathered K and V"
 
 
 def choose_mode(
     model: nn.Module,
     layout: Layout,
     description: ModelDescription,
-    make_runtime: Callable[[Served], Runtime],
+    make_runtime: Callable[[Served], MlxRuntime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
     why_not: Callable[[PagedKernel], str | None] = lambda kernel: None,
@@ -44,13 +44,21 @@ def choose_mode(
     `why_not` tries the kernel for longer contexts than the self-check's, and returns a reason against it, or None.
     """
     failures: list[Exception] = []
-    for mode, its_kernel in _attempts(kernel):
-        served = Served(layout, replace(description, execution_mode=mode), its_kernel)
+    for mode, its_kernel, grouped_masks in _attempts(kernel):
+        served = Served(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
+        runtimes: list[MlxRuntime] = []
+
+        def make(served: Served = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
+            made.append(make_runtime(served))
+            return made[-1]
+
         try:
-            remark = self_check(
-                model, served.description, functools.partial(make_runtime, served), progress
-            ).remark
-            if its_kernel is not None and (fault := why_not(its_kernel)):
+            remark = self_check(model, served.description, make, progress).remark
+            if mode == _BATCHED and layout.layers and not runtimes[-1].stats.attentions_on_pools:
+                # The next mode computes the same, and does not look for what never comes.
+                failures.append(Unsupported("changes the K and V of its cache before its attention"))
+                served = Served(layout, replace(description, execution_mode=_GATHERED))
+            elif its_kernel is not None and (fault := why_not(its_kernel)):
                 raise Unsupported(fault)
         except (InvalidOption, MemoryError):
             raise
@@ -67,6 +75,10 @@ def choose_mode(
         return replace(served, description=replace(served.description, mode_reason="; ".join(reasons)))
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
+        try:
+            refuse_inconsistent(model, description)
+        except Unsupported as refusal:
+            raise ModelUnsupported(description.name, f"it {refusal}") from refusal
         last = disagreements[-1]
         raise SelfCheckFailed(description.name, last.figure, last.allowed, last.quantity) from last
     raise ModelUnsupported(description.name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[
@@ -74,19 +86,23 @@ def choose_mode(
     ]
 
 
-def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None]]:
-    """Yields (mode, kernel), from best to last resort."""
+def _attempts(kernel: PagedKernel | None) -> Iterator[tuple[ExecutionMode, PagedKernel | None, bool]]:
+    """Yields (mode, kernel, whether masks are grouped), from best to last resort."""
     if kernel is not None:
-        yield "batched", kernel
-    for mode in _MODES:
-        yield mode, None
+        yield _BATCHED, kernel, False
+    yield _BATCHED, None, False
+    yield _GATHERED, None, False
+    yield _GATHERED, None, True
+    yield "one sequence per forward", None, False
 
 
 def _reason(failure: BaseException) -> str:
     if isinstance(failure, PoolsLost):
         return _reason(failure.cause)
     said = first_line(failure)
-    return said if isinstance(failure, (Unsupported, Disagreement)) else f"{type(failure).__name__}: {said}"
+    if isinstance(failure, (Unsupported, Disagreement)):
+        return said
+    return f"{type(failure).__name__}: {said.partition('. ')[0]}"  # further sentences list the types of arguments
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:

@@ -18,7 +18,17 @@ from mlx_lm.models import cache as mlx_cache
 from rootstock.cache.types import Tokens
 from rootstock.runtime.base import Logits, ModelDescription, Runtime
 from rootstock.runtime.mlx.survey import Unsupported
-from rootstock.runtime.trial import Measure, ScoredRows, Trial, Verdict, compare, trial_tokens
+from rootstock.runtime.trial import (
+    Measure,
+    ScoredRows,
+    Trial,
+    Variant,
+    Verdict,
+    allowed_difference,
+    compare,
+    measure_for,
+    trial_tokens,
+)
 
 _NOISE_SAMPLES = 3
 
@@ -28,24 +38,53 @@ def self_check(
     description: ModelDescription,
     make_runtime: Callable[[], Runtime],
     progress: Callable[[float], None],
+    variant: Variant | None = None,
 ) -> Verdict:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     tokens = trial_tokens(description)
-    expected = {name: own_logits(model, sequence) for name, sequence in tokens.items()}
+
+    def serving(sequence: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
+
+    expected: dict[str, Logits] = {}
+    for name, sequence in tokens.items():
+        with serving(name):
+            expected[name] = own_logits(model, sequence)
     progress(0.3)
-    rows = Trial(make_runtime(), tokens["long"], tokens["short"]).run()
+    adapter = "" if variant is None else variant.adapter
+    rows = Trial(make_runtime(), tokens["long"], tokens["short"], adapter).run()
     progress(0.7)
 
     def decoded(its: ScoredRows) -> Logits:
         end = its.positions.stop
-        return own_logits(model, tokens[its.sequence][:end], its.prefilled)[its.positions]
+        with serving(its.sequence):
+            return own_logits(model, tokens[its.sequence][:end], its.prefilled)[its.positions]
 
     def own_noise(measure: Measure) -> float:
-        return noise(model, tokens["long"], description.dtype, measure)
+        with serving("long"):
+            return noise(model, tokens["long"], description.dtype, measure)
 
     verdict = compare(rows, expected, decoded, own_noise, description.dtype)
     progress(1.0)
     return verdict
+
+
+def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None:
+    """Raises Unsupported if the model's logits with its own cache depend on how its tokens are divided into forwards.
+
+    No runtime can then agree with it: the first half of the tokens is compared alone and followed by decodes, with
+    one pass.
+    """
+    tokens, measure = trial_tokens(description)["long"], measure_for(description.dtype)
+    half = len(tokens) // 2
+    figure = measure(own_logits(model, tokens, half), own_logits(model, tokens))
+    if not figure <= allowed_difference(
+        description.dtype, lambda measure: noise(model, tokens, description.dtype, measure)
+    ):
+        raise Unsupported(
+            f"gives other logits by mlx-lm's own cache if its tokens are divided into a prefill and decodes (they "
+            f"differ by {figure:.2g}), so that no cache can repeat them"
+        )
 
 
 def own_logits(model: nn.Module, tokens: Tokens, prompt: int | None = None) -> Logits:

@@ -38,9 +38,11 @@ class PoolView(mx.array):
 class StandIn:
     """Cache of one attention layer for one call of the model, in the interface of mlx-lm's caches."""
 
-    def __init__(self, rows: FamilyRows, pool: LayerPool) -> None:
+    def __init__(self, rows: FamilyRows, pool: LayerPool, grouped_masks: bool = False) -> None:
+        """`grouped_masks`: see `runner.Served`."""
         self.rows = rows
         self.pool = pool
+        self._grouped_masks = grouped_masks and rows.count > 1
         # mlx-lm's names. RoPE reads `offset`, a chunked model `start_position` (of one sequence).
         self.offset = rows.offset
         self.start_position = rows.starts[0]
@@ -87,7 +89,8 @@ class StandIn:
                 return None
             if self.rows.count == 1 and not return_array:
                 return "causal"
-        return PoolView(self.rows.mask(window), self, "mask", window)
+        mask = self.rows.mask(window)
+        return PoolView(mask[:, None] if self._grouped_masks else mask, self, "mask", window)
 
     def maybe_trim_front(self) -> None:
         """Keeps everything: the pool's visible positions begin where a chunked model needs them."""

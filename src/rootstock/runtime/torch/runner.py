@@ -268,6 +268,10 @@ class TorchRuntime:
     def description(self) -> ModelDescription:
         return self._description
 
+    @property
+    def pool_copies(self) -> int | None:
+        return None
+
     def free_bytes(self) -> int:
         return _free_bytes(self._device)
 
