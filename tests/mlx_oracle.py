@@ -52,6 +52,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def _disable_compilation() -> None:
+    """Disables mx.compile: on a CPU it calls a C++ compiler for each function."""
+    mx.disable_compile()
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A model that was loaded once for the process. Its runtimes have pools of their own."""
@@ -68,7 +73,7 @@ class TinyModel:
 @functools.cache
 def tiny_model(kind: str, vocab_size: int) -> TinyModel:
     """Makes a model of `KINDS` in the best execution mode that passes its self-check."""
-    mx.disable_compile()  # on a CPU it calls a C++ compiler for each function
+    _disable_compilation()
     model = mlx_models.build(kind, sizes=_SIZES | KINDS[kind] | {"vocab_size": vocab_size})
     layout = survey(model)
     description = ModelDescription(
@@ -110,6 +115,7 @@ class MlxOracle(MlxRuntime):
         eos_token_ids: tuple[int, ...] = (),
         fault: Callable[[Batch], None] | None = None,
     ) -> None:
+        _disable_compilation()  # again: others may have enabled it
         described = replace(tiny.served.description, eos_token_ids=eos_token_ids)
         super().__init__(tiny.model, replace(tiny.served, description=described))
         self.fault = fault

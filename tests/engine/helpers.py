@@ -16,6 +16,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.kv_budget import divided_rows
 from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
@@ -36,14 +37,19 @@ from rootstock.runtime.base import Batch, Runtime
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
 Families = tuple[Family, ...]
+MlxKind = str  # of a tiny model: a key of `mlx_oracle.KINDS`
 
 GREEDY = ResolvedSampling(temperature=0.0)
 _ids = itertools.count()
 
 
-def of_kinds(families: Sequence[Families]) -> pytest.MarkDecorator:
-    """Runs a test on models of each of these combinations of families."""
-    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
+def of_kinds(families: Sequence[Families | MlxKind]) -> pytest.MarkDecorator:
+    """Runs a test on models of each of these combinations of families, and on tiny models on the MLX runtime."""
+    return pytest.mark.parametrize(
+        "families",
+        families,
+        ids=lambda fs: f"mlx {fs}" if isinstance(fs, str) else "+".join(f.name for f in fs),
+    )
 
 
 def numbers(seed: int, count: int, vocab_size: int = 97) -> list[int]:
@@ -53,7 +59,8 @@ def numbers(seed: int, count: int, vocab_size: int = 97) -> list[int]:
 
 
 class Bench:
-    """An engine and its parts. `runtime` replaces the oracle."""
+    """An engine and its parts. `runtime` replaces the oracle, and a name in place of `families` does so by a tiny
+    model on the MLX runtime."""
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class Bench:
         reuse: bool = True,
         fault: Callable[[Batch], None] | None = None,
         tokenizer: ModelTokenizer | None = None,
-        families: Sequence[Family] = (FULL,),
+        families: Sequence[Family] | MlxKind = (FULL,),
         weights: str = "fake",
         tier: TierConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,6 +92,9 @@ class Bench:
             if fault is not None:
                 fault(batch)
 
+        if isinstance(families, str):
+            runtime = _on_mlx(families, vocab_size, eos_token_ids, record)
+            families = ()
         self.runtime: Any = runtime or FakeRuntime(
             vocab_size,
             context_limit,
@@ -93,7 +103,8 @@ class Bench:
             eos_token_ids=eos_token_ids,
             fault=record,
         )
-        families = self.runtime.description.families
+        described = self.runtime.description
+        families = described.families
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
         if proposer is not None:
             config.setdefault("draft_tokens", 16)
@@ -109,6 +120,8 @@ class Bench:
             clock=lambda: next(ticks) * 1e-3,  # eviction depends on the time of the last use
             stored=stored_index(self.runtime, tier, block_size),
             through=tier.disk_write == "through",
+            rows=None if described.memory == "host" else divided_rows(families, budget, block_size),
+            lazy_states=described.lazy_states,
         )
         self.runtime.allocate(self.cache.rows, block_size)
         tier_connector = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
@@ -168,6 +181,14 @@ class Bench:
     @property
     def steps(self) -> int:
         return self.engine.stats().counters.steps
+
+
+def _on_mlx(
+    kind: MlxKind, vocab_size: int, eos_token_ids: tuple[int, ...], fault: Callable[[Batch], None]
+) -> Runtime:
+    from mlx_oracle import MlxOracle, tiny_model  # here: most tests need no MLX
+
+    return MlxOracle(tiny_model(kind, vocab_size), eos_token_ids=eos_token_ids, fault=fault)
 
 
 def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int, adapter: str = "") -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.helpers import Bench, Families, of_kinds
+from engine.helpers import Bench, Families, MlxKind, of_kinds
+from rootstock.cache.families import RecurrentState
 from rootstock.cache.plan import Plan, RowsReturned
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.runtime.base import Batch
@@ -18,7 +19,8 @@ HYBRIDS: list[Families] = [
     (window(16),),
     (STATE,),
 ]
-hybrids = of_kinds(HYBRIDS)
+ON_MLX: list[MlxKind] = ["gemma3_text", "qwen3_next", "gear", "mamba", "llama4"]
+hybrids = of_kinds([*HYBRIDS, *ON_MLX])
 SYSTEM = list(range(60))
 
 
@@ -28,7 +30,7 @@ def boundaries(**at: int) -> tuple[Boundary, ...]:
 
 @hybrids
 @pytest.mark.behaviour(23, 48)
-def test_an_answer_does_not_depend_on_chunks_batch_mates_or_the_cache(families: Families) -> None:
+def test_an_answer_does_not_depend_on_chunks_batch_mates_or_the_cache(families: Families | MlxKind) -> None:
     prompts = [[*SYSTEM[:n], n, n] for n in (5, 23, 40, 60)]
     for chunk_tokens in (1, 7, 64):
         bench = Bench(blocks=400, families=families, chunk_tokens=chunk_tokens)
@@ -41,7 +43,7 @@ def test_an_answer_does_not_depend_on_chunks_batch_mates_or_the_cache(families: 
 
 @hybrids
 @pytest.mark.behaviour(11)
-def test_three_at_once_with_one_system_prompt_compute_it_once(families: Families) -> None:
+def test_three_at_once_with_one_system_prompt_compute_it_once(families: Families | MlxKind) -> None:
     bench = Bench(blocks=400, families=families, chunk_tokens=512)  # the whole prompt would fit one chunk
     clients = [bench.ask([*SYSTEM, 70 + i, 80 + i]) for i in range(3)]
     bench.run()
@@ -51,7 +53,7 @@ def test_three_at_once_with_one_system_prompt_compute_it_once(families: Families
 
 @hybrids
 @pytest.mark.behaviour(24)
-def test_a_checkpoint_is_left_wherever_the_next_turn_can_diverge(families: Families) -> None:
+def test_a_checkpoint_is_left_wherever_the_next_turn_can_diverge(families: Families | MlxKind) -> None:
     """After system and tools, the last user turn, the prompt and the answer."""
     bench = Bench(blocks=400, families=families)
     prompt = [*SYSTEM, *range(70, 90)]
@@ -64,7 +66,9 @@ def test_a_checkpoint_is_left_wherever_the_next_turn_can_diverge(families: Famil
 
 @hybrids
 @pytest.mark.behaviour(25)
-def test_a_turn_that_drops_the_reasoning_resumes_at_the_last_user_message(families: Families) -> None:
+def test_a_turn_that_drops_the_reasoning_resumes_at_the_last_user_message(
+    families: Families | MlxKind,
+) -> None:
     bench = Bench(blocks=400, families=families)
     user = [*SYSTEM, 61, 62, 63]
     prompt = [*user, 90, 91]  # the assistant's header
@@ -85,7 +89,7 @@ def test_full_attention_resumes_at_the_exact_token_where_the_reasoning_was_dropp
 
 @hybrids
 @pytest.mark.behaviour(17)
-def test_a_third_request_resumes_where_two_have_diverged(families: Families) -> None:
+def test_a_third_request_resumes_where_two_have_diverged(families: Families | MlxKind) -> None:
     bench = Bench(blocks=400, families=families)
     cached = []
     for i in range(3):
@@ -96,11 +100,15 @@ def test_a_third_request_resumes_where_two_have_diverged(families: Families) -> 
 
 @hybrids
 @pytest.mark.behaviour(35)
-def test_a_preempted_request_comes_back_from_the_state_it_left(families: Families) -> None:
-    bench = Bench(blocks=13, block_size=4, families=families, max_batch=4)
+def test_a_preempted_request_comes_back_from_the_state_it_left(families: Families | MlxKind) -> None:
+    # So few blocks that the requests get under way and do not all fit to their ends.
+    block_size, blocks = {"qwen3_next": (4, 7), "llama4": (2, 22)}.get(str(families), (4, 9))
+    bench = Bench(blocks=blocks, block_size=block_size, families=families, max_batch=4)
     clients = [bench.ask(list(range(start, start + 9)), max_tokens=24) for start in (0, 20, 40)]
     bench.run()
     bench.expect(*clients)
+    grows = any(not isinstance(family, RecurrentState) for family in bench.runtime.description.families)
+    assert (bench.cache.stats().preemptions > 0) == grows
     assert all(family.live_rows == 0 for family in bench.cache.stats().families)
 
 
@@ -123,8 +131,8 @@ def test_a_forward_that_raises_leaves_no_half_advanced_state() -> None:
     bench.expect(again)
 
 
-@of_kinds([(FULL,), *HYBRIDS])
-def test_a_conversation_hits_all_its_computed_tokens(families: Families) -> None:
+@of_kinds([(FULL,), *HYBRIDS, "llama", *ON_MLX])
+def test_a_conversation_hits_all_its_computed_tokens(families: Families | MlxKind) -> None:
     bench = Bench(blocks=800, families=families)
     history = list(SYSTEM)
     for turn in range(5):
@@ -147,7 +155,9 @@ def test_no_request_waits_for_a_state_that_its_producer_has_left_behind() -> Non
 
 @hybrids
 @pytest.mark.behaviour(11)
-def test_requests_at_once_compute_a_cached_prefix_without_a_checkpoint_once(families: Families) -> None:
+def test_requests_at_once_compute_a_cached_prefix_without_a_checkpoint_once(
+    families: Families | MlxKind,
+) -> None:
     bench = Bench(blocks=400, families=families, chunk_tokens=512)
     bench.answer(SYSTEM, max_tokens=1)
     for node in bench.cache.tree.nodes():
@@ -192,15 +202,15 @@ def test_returned_rows_never_include_a_state_that_is_yet_to_be_copied(
 
 
 @hybrids
-def test_clearing_the_cache_tells_the_bytes_of_all_families(families: Families) -> None:
+def test_clearing_the_cache_tells_the_bytes_of_all_families(families: Families | MlxKind) -> None:
     bench = Bench(families=families)
     bench.answer(SYSTEM)
     used = bench.cache.stats().used_bytes
     assert bench.engine.clear_cache().bytes == used > 0
 
 
-@of_kinds([(FULL,), *HYBRIDS])
-def test_a_waiter_whose_producer_fails_computes_for_itself(families: Families) -> None:
+@of_kinds([(FULL,), *HYBRIDS, "llama", *ON_MLX])
+def test_a_waiter_whose_producer_fails_computes_for_itself(families: Families | MlxKind) -> None:
     def fault(batch: Batch) -> None:
         if len(bench.batches) == 2:
             raise RuntimeError("injected")

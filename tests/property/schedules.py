@@ -183,7 +183,7 @@ class ScopedTierOutcome(TierOutcome, ScopedOutcome):
 
 
 def play(run: Callable[[int], Outcome], seeds: range, rare: Collection[str] = ()) -> Outcome:
-    """Plays schedules. Asserts that each event of an outcome occurred, but for rare ones: without, they prove less."""
+    """Plays schedules. Asserts that each event of an outcome occurred, unless it is rare: they would prove less."""
     total: Outcome | None = None
     for seed in seeds:
         try:

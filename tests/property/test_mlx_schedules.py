@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-import mlx.core as mx
 import pytest
 
 from property.mlx_schedules import KINDS, run_mlx_schedule
@@ -24,13 +22,6 @@ RARE = (
     "loads_missed",
     "loads_cancelled",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_compiled_functions() -> Iterator[None]:
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @pytest.mark.behaviour(15, 23, 48)

@@ -20,7 +20,7 @@ from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.request import Aborted, Event, Failed, Finished, TokenEvent
 from rootstock.errors import RootstockError
-from rootstock.runtime.host_memory import footprint_bytes
+from rootstock.runtime.host_memory import footprint_bytes, return_free_memory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from twins.mlx_served import load, own_greedy
 
@@ -134,11 +134,12 @@ class Decodes:
             gc.enable()
 
     def memory(self) -> Memory:
-        """Empties the cache and measures the memory, without that of free slots of states."""
+        """Empties the cache and measures the memory, once all libraries have returned what they do not use."""
         self.engine.clear_cache()
         self.runtime.apply(self.cache.return_memory())
         self.cache.check()
         mx.clear_cache()
+        return_free_memory()
         resident = footprint_bytes()
         assert resident is not None
         return Memory(mx.get_active_memory(), resident)

@@ -30,6 +30,14 @@ CachePath = tuple[int, ...]
 """Place of a cache in the tree of a model's caches: (layer,), and an index more in each CacheList."""
 
 _PROBE_TOKENS = (1, 5)  # a state may keep the last few tokens, as many as there are
+# A subclass of one of them may keep something else.
+_KNOWN = (
+    mlx_cache.KVCache,
+    mlx_cache.ConcatenateKVCache,
+    mlx_cache.RotatingKVCache,
+    mlx_cache.ChunkedKVCache,
+    mlx_cache.ArraysCache,
+)
 
 
 class Unsupported(Exception):
@@ -162,6 +170,8 @@ def _inner(tree: Any) -> Any:
 
 def _rule_of(cache: Any) -> TokenFamily | None:
     """Returns the family of a cache's type, without its sizes; None for recurrent states. Raises Unsupported."""
+    if type(cache) not in _KNOWN:
+        raise Unsupported(f"keeps a {type(cache).__name__}, which this version does not know")
     match cache:
         case mlx_cache.RotatingKVCache() if cache.keep:
             raise Unsupported(f"keeps the first {cache.keep} positions beside a window")
@@ -171,9 +181,7 @@ def _rule_of(cache: Any) -> TokenFamily | None:
             return ChunkedAttention(1, 1, int(cache.chunk_size))
         case mlx_cache.KVCache() | mlx_cache.ConcatenateKVCache():
             return FullAttention(1, 1)
-        case mlx_cache.ArraysCache():
-            return None
-    raise Unsupported(f"keeps a {type(cache).__name__}, which this version does not know")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
