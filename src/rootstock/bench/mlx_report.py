@@ -212,7 +212,7 @@ class _Report:
 
     def run(self, device: Outcome, model: Path | None, folder: Path) -> None:
         sizes = self.config.sizes
-        self._write("machine", {}, Outcome({**_machine(), "memory_of_a_case": self._memory}, 0.0))
+        self._write("machine", {}, Outcome({**_machine(), "case_memory_bytes": self._memory}, 0.0))
         self._write("device", {}, device)
         if "metal" not in device.figures:
             self.is_complete = False
@@ -443,7 +443,9 @@ def _words(case: Case) -> str:
 def _told(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the times of a row's ways, and its plain figures."""
     for name, value in figures.items():
-        if not isinstance(value, Mapping):
+        if name.endswith("_bytes") and isinstance(value, int):
+            yield f"{name.removesuffix('_bytes')} {in_units(value)}"
+        elif not isinstance(value, Mapping):
             if isinstance(value, (bool, int, float, str)) and value != "":
                 yield f"{name} {value}"
         elif "error" in value:
