@@ -174,8 +174,14 @@ _CHAT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_chat(directory: Path, kind: str) -> Path:
     """Saves a model of a kind of `_CHAT_KINDS` with `chat_tokenizer`."""
+    model_type, fields = chat_fields(kind)
+    return save_plain(directory, model_type, chat_tokenizer(), **fields)
+
+
+def chat_fields(kind: str) -> tuple[str, dict[str, Any]]:
+    """Returns the type of model and the fields of its configuration."""
     model_type, fields = _CHAT_KINDS[kind]
-    return save_plain(directory, model_type, chat_tokenizer(), **_CHAT, **fields)
+    return model_type, _CHAT | fields
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:

@@ -7,14 +7,19 @@ served     a server with eight adapters of one base: their requests and the base
 survey     all architectures of the twins: an adapter on every linear layer passes the check at load, which
            compares a batch of it and the base with merged weights. `mixed` shares forwards, `apart` has its own
 embedded   tiny embedding models: the largest difference from sentence-transformers' own, where it is installed
+
+With `--runtime mlx` the first two run on MLX's CPU backend: mlx-lm makes and merges the adapters, in its own format
+and in PEFT's, and the survey has all architectures of mlx-lm, each with an adapter on every layer that mlx-lm adapts.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +38,24 @@ from rootstock.errors import ModelError
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.torch.embedder import load_embedder
 from twins.architectures import ARCHITECTURES
-from twins.driving import load
+from twins.torch_models import load
 
 ADAPTERS = 8
 PROMPTS = 3  # of each adapter, and of the base
 TOKENS = 24
+MLX_ARCHITECTURES = 120  # of mlx-lm, that take adapters
 WAIT_S = 120.0
 TEXT = "The quick brown fox jumps over the lazy dog while it rains. "
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--runtime", choices=("torch", "mlx"), default="torch")
     parser.add_argument("--only", choices=("served", "survey", "embedded"), action="append", default=[])
-    parser.add_argument(
-        "--models", nargs="*", default=list(ARCHITECTURES), help="architectures of the survey"
-    )
+    parser.add_argument("--models", nargs="*", default=None, help="architectures of the survey")
     options = parser.parse_args()
-    chosen = options.only or ["served", "survey", "embedded"]
+    on_mlx = options.runtime == "mlx"
+    chosen = options.only or ["served", "survey", *([] if on_mlx else ["embedded"])]
     logging.disable(logging.WARNING)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -58,7 +64,7 @@ def main() -> None:
     bars: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if "served" in chosen:
-            figures |= served(Path(folder))
+            figures |= served(Path(folder), on_mlx=on_mlx)
             asked = (ADAPTERS + 1) * PROMPTS
             bars |= {
                 "equal_to_alone": exactly(asked),
@@ -67,29 +73,32 @@ def main() -> None:
                 "tokens_per_step_together": at_least(4),
             }
         if "survey" in chosen:
-            figures |= survey(Path(folder), options.models)
-            bars |= {"take_adapters": exactly(len(options.models))}
+            if on_mlx:
+                figures |= survey_of_mlx(Path(folder), options.models)
+                bars |= {"take_adapters": at_least(MLX_ARCHITECTURES if options.models is None else 1)}
+            else:
+                names = options.models or list(ARCHITECTURES)
+                figures |= survey(Path(folder), names)
+                bars |= {"take_adapters": exactly(len(names))}
         if "embedded" in chosen:
             figures |= embedded(Path(folder))
             bars |= {"embedding_difference": at_most(2e-5)}
-    conclude("H8", figures, bars)
+    conclude("H8 on MLX" if on_mlx else "H8", figures, bars)
 
 
 # ---- eight adapters over HTTP
 
 
-def served(folder: Path) -> dict[str, Any]:
-    base = save_served(folder / "base")
+def served(folder: Path, *, on_mlx: bool) -> dict[str, Any]:
     names = [f"adapter-{number}" for number in range(ADAPTERS)]
-    models = {"base": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()}
-    for number, name in enumerate(names):
-        models[name] = made_and_merged(base, folder / name, number)
-    tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [TEXT * 3 + str(number) for number in range(PROMPTS)]
     cases = [(name, prompt) for prompt in prompts for name in ("base", *names)]
-    merged = {(name, prompt): greedy(models[name], tokenizer, prompt) for name, prompt in cases}
-    adapters = [f"--adapter={name}={folder / name}" for name in names]
-    with rootstock_server(base, "--dtype", "float32", "--served-model-name", "base", *adapters) as process:
+    base, answer_of = (made_for_mlx if on_mlx else made_for_torch)(folder, names)
+    merged = {case: answer_of(*case) for case in cases}
+    options = ["--dtype", "float32", "--served-model-name", "base"]
+    options += [f"--adapter={name}={folder / name}" for name in names]
+    options += ["--runtime", "mlx", "--kv-budget", "64MiB"] if on_mlx else []
+    with rootstock_server(base, *options) as process:
         client = httpx.Client(base_url=process.url, timeout=WAIT_S)
         listed = [model["id"] for model in client.get("/v1/models").json()["data"]]
         alone = {case: ask(client, *case) for case in cases}
@@ -108,13 +117,55 @@ def served(folder: Path) -> dict[str, Any]:
         after = client.get("/v1/cache/stats").json()["counters"]
     steps = after["steps"] - before["steps"]
     return {
-        "oracle": "PEFT" if has_peft() else "our own merge",
+        "oracle": "mlx-lm" if on_mlx else "PEFT" if has_peft() else "our own merge",
         "listed_models": len(listed),
         "equal_to_alone": sum(together.get(case) == alone[case] for case in cases),
         "equal_to_merged": sum(alone[case] == merged[case] for case in cases),
         "different_answers_of_one_prompt": min(len({alone[n, p] for n in ("base", *names)}) for p in prompts),
         "tokens_per_step_together": round((after["sampled_tokens"] - before["sampled_tokens"]) / steps, 2),
     }
+
+
+Made = tuple[Path, Callable[[str, str], str]]
+"""A checkpoint, and a function that returns the answer of its model, or of an adapter, to a prompt."""
+
+
+def made_for_torch(folder: Path, names: Sequence[str]) -> Made:
+    base = save_served(folder / "base")
+    models = {"base": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()}
+    for number, name in enumerate(names):
+        models[name] = made_and_merged(base, folder / name, number)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return base, lambda name, prompt: greedy(models[name], tokenizer, prompt)
+
+
+def made_for_mlx(folder: Path, names: Sequence[str]) -> Made:
+    """Saves adapters, each of another kind, two of them in PEFT's format."""
+    os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU, MLX calls a C++ compiler for each function
+    import mlx_lora
+    from mlx_checkpoints import save_mlx_checkpoint
+
+    base = save_mlx_checkpoint(folder / "base", "llama")
+    models = {"base": mlx_lora.own_model(base)}
+    layers = [name for name, module in models["base"].named_modules() if name.endswith("_proj")]
+    for number, name in enumerate(names):
+        made, rank = folder / name, 4 + number
+        if number % 4 == 3:
+            mlx_lora.save_peft_adapter(
+                made, models["base"], layers[number:], rank=rank, seed=number, size=0.2
+            )
+            models[name] = mlx_lora.merged_from_peft(base, made, 8 / rank)
+            continue
+        keys = (None, ["self_attn.q_proj", "mlp.up_proj"], ["model.embed_tokens", "lm_head"])[number % 4]
+        mlx_lora.save_mlx_adapter(made, base, keys, rank=rank, seed=number, size=0.2)
+        models[name] = mlx_lora.merged_by_mlx_lm(base, made)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def answer_of(name: str, prompt: str) -> str:
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        return str(tokenizer.decode(mlx_lora.greedy(models[name], ids, TOKENS), skip_special_tokens=True))
+
+    return base, answer_of
 
 
 def has_peft() -> bool:
@@ -190,6 +241,31 @@ def survey(folder: Path, models: list[str]) -> dict[str, Any]:
         found[loaded.batching] += 1
         print(f"{model_type}: {loaded.batching}, {loaded.modules} layers", flush=True)
     return {"architectures": len(models), "take_adapters": found.total(), **found, "refused": refused}
+
+
+def survey_of_mlx(folder: Path, models: Sequence[str] | None) -> dict[str, Any]:
+    """Loads an adapter of mlx-lm's format for each architecture that the MLX runtime serves."""
+    import mlx.core as mx
+
+    import mlx_lora
+    from twins import mlx_models, mlx_served
+
+    mx.disable_compile()
+    names = list(mlx_models.ARCHITECTURES if models is None else models)
+    found: Counter[str] = Counter()
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            directory = mlx_models.save(folder / name, name)
+            made = mlx_lora.save_mlx_adapter(folder / f"{name}-adapter", directory, size=0.05)
+            loaded = mlx_served.load(directory).load_adapter(read_adapter(name, made))
+        except Exception as error:  # of any model's code
+            refused[name] = error.message if isinstance(error, ModelError) else repr(error)
+            print(f"{name}: {refused[name]}", flush=True)
+            continue
+        found[loaded.batching] += 1
+        print(f"{name}: {loaded.batching}, {loaded.modules} layers", flush=True)
+    return {"architectures": len(names), "take_adapters": found.total(), **found, "refused": refused}
 
 
 # ---- embeddings

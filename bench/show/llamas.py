@@ -101,13 +101,19 @@ def _visible_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_chatting_llama(name: str, directory: Path, **fields: int) -> Path:
-    """Saves a Llama for chats on any server: it answers in words, and never ends by itself.
+    """Saves one of MODELS for chats. `fields` of its configuration override those of MODELS[name]."""
+    own = {"max_position_embeddings": CONTEXT_LIMIT}
+    return write_chatting(directory, "llama", **_COMMON | MODELS[name] | fields | own)
+
+
+def write_chatting(directory: Path, model_type: str, **fields: Any) -> Path:
+    """Saves a model for chats on any server: it answers in words, and never ends by itself.
 
     It has the tokenizer and the chat template of the demo's model. Only tokens that are one word with a blank before
     it can be generated: the rows of all others in the head are zero, and the best of a thousand random scores is far
     above zero. Hence answers have the requested length on every server, also on one that cannot ignore ends; text
-    that is sent back as history gives the generated tokens; and each token is a chunk of a stream. `fields` of its
-    configuration override those of MODELS[name].
+    that is sent back as history gives the generated tokens; and each token is a chunk of a stream. `fields` are those
+    of the configuration, with the dtype.
     """
     directory.mkdir()
     write_tiny_model(DEMO_SPEC, directory)  # of which only the files that concern text are kept
@@ -115,15 +121,14 @@ def write_chatting_llama(name: str, directory: Path, **fields: int) -> Path:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = torch.tensor(word_tokens(tokenizer))
     own = {
-        "max_position_embeddings": CONTEXT_LIMIT,
         "bos_token_id": tokenizer.token_to_id(BEGIN),
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(END),
         # Embeddings of their own, so that tokens that cannot be generated can still be read.
         "tie_word_embeddings": False,
     }
-    save_plain(directory, "llama", **_COMMON | MODELS[name] | fields | own)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    save_plain(directory, model_type, **fields | own)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=fields["dtype"])
     with torch.no_grad():
         head = model.lm_head.weight[words].clone()
         model.lm_head.weight.zero_()

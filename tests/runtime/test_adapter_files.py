@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from checkpoints import tiny_model
 from lora import PREFIX, linears_of, save_adapter
 from rootstock.errors import AdapterUnusable
-from rootstock.runtime.adapter_files import AdapterSource, allowed_directory, read_adapter
+from rootstock.runtime.adapter_files import (
+    AdapterSource,
+    allowed_directory,
+    count_weights,
+    read_adapter,
+    stored_bytes,
+)
 
 MODEL = tiny_model("llama")
 QUERIES = linears_of(MODEL, "q_proj")
@@ -172,6 +178,67 @@ def test_tensors_of_whole_numbers(tmp_path: Path) -> None:
     made(tmp_path)
     edit_tensors(tmp_path, **{f"{PREFIX}{QUERIES[0]}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)})
     assert "floating-point" in refusal(tmp_path)
+
+
+# ---- mlx-lm's format
+
+
+def made_by_mlx_lm(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Path:
+    """Writes files as `mlx_lm.lora` does, whose configuration has all options of the training."""
+    directory.mkdir(exist_ok=True)
+    config = {
+        "model": "a model",
+        "fine_tune_type": "lora",
+        "iters": 10,
+        "num_layers": 16,
+        "lora_parameters": {"rank": 4, "scale": 2.5, "dropout": 0.0},
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config | fields))
+    if tensors is None:
+        tensors = {f"{QUERIES[0]}.lora_a": torch.ones(64, 4), f"{QUERIES[0]}.lora_b": torch.ones(4, 64)}
+    save_file(tensors, directory / "adapters.safetensors")
+    return directory
+
+
+def test_files_of_mlx_lm(tmp_path: Path) -> None:
+    source = source_of(made_by_mlx_lm(tmp_path))
+    assert source.format == "mlx-lm"
+    assert source.tensors[QUERIES[0]].shapes == {"A": (64, 4), "B": (4, 64)}
+    assert (source.scalings.rank_of(QUERIES[0]), source.scalings.scaling_of(QUERIES[0])) == (4, 2.5)
+    assert source.weight_count == count_weights("mine", tmp_path) == 512
+    assert stored_bytes(tmp_path) == source.nbytes
+    (tmp_path / "adapters.safetensors").unlink()
+    assert "has no adapters.safetensors" in refusal(tmp_path)
+    assert stored_bytes(tmp_path) == 0
+
+
+def test_both_formats_have_the_size_of_their_weights(tmp_path: Path) -> None:
+    assert stored_bytes(made(tmp_path)) == source_of(tmp_path).nbytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"fine_tune_type": "full"}, "fine_tune_type is 'full', and only lora and dora"),
+        ({"fine_tune_type": ["lora"]}, "fine_tune_type"),
+        ({"lora_parameters": [1]}, "lora_parameters is [1], but must be an object"),
+        ({"lora_parameters": {"rank": 4}}, "scale has None"),
+        ({"lora_parameters": {"rank": 4, "scale": float("nan")}}, "scale has nan"),
+        ({"lora_parameters": {"rank": 4, "scale": 0}}, "scale has 0"),
+        ({"lora_parameters": {"rank": 1e3, "scale": 1}}, "rank has 1000.0"),
+        ({"lora_parameters": {"rank": 5_000, "scale": 1}}, "rank has 5000"),
+        ({"lora_parameters": {"scale": 1}}, "rank has None"),
+    ],
+)
+def test_configurations_of_mlx_lm_are_bounded(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(made_by_mlx_lm(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("name", ["lora_a", ".lora_a", "x.lora_c", "x.weight", f"{PREFIX}x.lora_A.weight"])
+def test_tensors_that_are_none_of_mlx_lms(tmp_path: Path, name: str) -> None:
+    assert "no tensor of a LoRA in mlx-lm's format" in refusal(
+        made_by_mlx_lm(tmp_path, {name: torch.zeros(1)})
+    )
 
 
 def test_patterns_take_little_time_on_any_name(tmp_path: Path) -> None:

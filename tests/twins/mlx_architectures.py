@@ -139,7 +139,7 @@ _LLAMA4 = {
     "model_type": "llama4",
     "interleave_moe_layer_step": 2,
     "num_experts_per_tok": 1,
-    "attn_temperature_tuning": 4,
+    "attn_temperature_tuning": True,  # as in config.json; mlx-lm only asks whether it is 0
     "floor_scale": 8,
 }
 _GEMMA4 = _ROPE_BY_KIND | {

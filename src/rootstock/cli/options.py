@@ -167,7 +167,8 @@ Adapter = Annotated[
     option(
         MODEL,
         "--adapter",
-        "LoRA adapter in PEFT's format, which requests choose by NAME as their model. May be repeated.",
+        "LoRA adapter in PEFT's format, on MLX in mlx-lm's, too, which requests choose by NAME as their model. May "
+        "be repeated.",
         metavar="NAME=PATH",
         show_default="none",
     ),

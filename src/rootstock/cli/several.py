@@ -21,7 +21,7 @@ from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.memory_watch import MemoryWatch, memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
-from rootstock.runtime.adapter_files import ADAPTER_WEIGHTS
+from rootstock.runtime.adapter_files import stored_bytes
 from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
@@ -61,10 +61,7 @@ def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
     for file in weight_files(one.model.model, directory):
         with suppress(OSError):
             total += (directory / file).stat().st_size
-    for adapter in one.model.adapters:
-        with suppress(OSError):
-            total += (adapter.path.expanduser() / ADAPTER_WEIGHTS).stat().st_size
-    return total
+    return total + sum(stored_bytes(adapter.path) for adapter in one.model.adapters)
 
 
 def loader(

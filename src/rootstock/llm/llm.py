@@ -363,7 +363,7 @@ class LLM:
     # ------------------------------------------------------------------------------------ the adapters
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Loads a LoRA adapter in PEFT's format. Calls choose it by `adapter=name`.
+        """Loads a LoRA adapter in PEFT's format, on MLX in mlx-lm's, too. Calls choose it by `adapter=name`.
 
         Raises AdapterUnusable, AdapterExists and AdapterLimit.
         """

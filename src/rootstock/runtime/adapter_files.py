@@ -1,8 +1,9 @@
-"""Files of a LoRA adapter in PEFT's format: finds, bounds and checks them. Imports neither torch nor PEFT.
+"""Files of a LoRA adapter in PEFT's or mlx-lm's format: finds, bounds and checks them. Imports neither torch nor MLX.
 
-A directory has `adapter_config.json` and `adapter_model.safetensors`. The tensors decide which modules are adapted:
-PEFT writes two for each module that its `target_modules` (names, a regular expression, or "all-linear") matched.
-The configuration gives their scaling. A field that would change the answer and is not supported is refused.
+A directory has `adapter_config.json`, and `adapter_model.safetensors` of PEFT or `adapters.safetensors` of mlx-lm.
+The tensors decide which modules are adapted: there are two for each module that the training chose. The configuration
+gives their scaling. A field of PEFT's that would change the answer and is not supported is refused. mlx-lm writes all
+options of the training into its own, of which only the kind and the parameters of LoRA count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from rootstock.runtime.model_files import first_line, read_json
 from rootstock.units import in_units
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+AdapterFormat = Literal["peft", "mlx-lm"]
+
+_WEIGHTS: Mapping[AdapterFormat, str] = {
+    "peft": "adapter_model.safetensors",
+    "mlx-lm": "adapters.safetensors",
+}
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_WEIGHT_BYTES = 8 << 30
@@ -68,6 +75,7 @@ class AdapterSource:
     """Checked files of an adapter, without the tensors' data."""
 
     name: str  # for messages
+    format: AdapterFormat
     directory: Path
     weights: Path
     fingerprint: str  # of all bytes of both files
@@ -123,16 +131,19 @@ def read_adapter(name: str, path: str | Path) -> AdapterSource:
     """Checks an adapter's files and hashes them. Takes as long as reading them. Raises AdapterUnusable."""
     with _refusing(name, path):
         directory = _directory(name, path)
-        config, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
-        stamp = _stamp(config, weights)
-        scalings, fields = _read_config(name, directory)
-        tensors = _read_header(name, weights, fields)
+        config = directory / ADAPTER_CONFIG
+        stamp = _stamp(config)
+        read = _read_config(name, directory)
+        weights = _weights(name, directory, read.format)
+        stamp += _stamp(weights)
+        tensors = _read_header(name, weights, read)
         return AdapterSource(
             name,
+            read.format,
             directory,
             weights,
             _fingerprint(config, weights),
-            scalings,
+            read.scalings,
             tensors,
             weights.stat().st_size,
             stamp,
@@ -143,8 +154,16 @@ def count_weights(name: str, path: str | Path) -> int:
     """Counts the numbers in an adapter's tensors. Checks the files, and reads no tensor. Raises AdapterUnusable."""
     with _refusing(name, path):
         directory = _directory(name, path)
-        _, fields = _read_config(name, directory)
-        return _count(_read_header(name, directory / ADAPTER_WEIGHTS, fields))
+        read = _read_config(name, directory)
+        return _count(_read_header(name, _weights(name, directory, read.format), read))
+
+
+def stored_bytes(path: Path) -> int:
+    """Returns the size of an adapter's weights on disk; 0: there are none that can be read."""
+    for weights in _WEIGHTS.values():
+        with contextlib.suppress(OSError, RuntimeError):
+            return (path.expanduser() / weights).stat().st_size
+    return 0
 
 
 def _count(modules: Mapping[str, AdaptedModule]) -> int:
@@ -152,18 +171,23 @@ def _count(modules: Mapping[str, AdaptedModule]) -> int:
 
 
 def _directory(name: str, path: str | Path) -> Path:
-    """Returns the directory of an adapter if it has both files. Raises AdapterUnusable."""
+    """Returns the directory of an adapter if it has a configuration. Raises AdapterUnusable."""
     directory = Path(path).expanduser()
-    weights = directory / ADAPTER_WEIGHTS
     if not directory.is_dir():
         raise AdapterUnusable(name, f"{shown(str(directory))} is not a directory")
     if not (directory / ADAPTER_CONFIG).is_file():
         raise AdapterUnusable(name, f"{directory} has no {ADAPTER_CONFIG}")
-    if not weights.is_file():
-        raise AdapterUnusable(name, _without_weights(directory))
-    if weights.stat().st_size > _MAX_WEIGHT_BYTES:
-        raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} is larger than {in_units(_MAX_WEIGHT_BYTES)}")
     return directory
+
+
+def _weights(name: str, directory: Path, format: AdapterFormat) -> Path:
+    """Returns the file of an adapter's weights. Raises AdapterUnusable."""
+    weights = directory / _WEIGHTS[format]
+    if not weights.is_file():
+        raise AdapterUnusable(name, _without_weights(weights))
+    if weights.stat().st_size > _MAX_WEIGHT_BYTES:
+        raise AdapterUnusable(name, f"{weights.name} is larger than {in_units(_MAX_WEIGHT_BYTES)}")
+    return weights
 
 
 @contextlib.contextmanager
@@ -179,12 +203,12 @@ def _refusing(name: str, path: str | Path) -> Iterator[None]:
         raise AdapterUnusable(name, f"{shown(str(path))} is not a path: {first_line(error)}") from error
 
 
-def _without_weights(directory: Path) -> str:
-    others = sorted(path.name for path in directory.glob("adapter_model.*"))
+def _without_weights(weights: Path) -> str:
+    others = sorted(path.name for path in weights.parent.glob("adapter_model.*"))
     if not others:
-        return f"{directory} has no {ADAPTER_WEIGHTS}"
+        return f"{weights.parent} has no {weights.name}"
     return (
-        f"there is {others[0]} and no {ADAPTER_WEIGHTS}. A file of that kind is a pickle, which can run code when "
+        f"there is {others[0]} and no {weights.name}. A file of that kind is a pickle, which can run code when "
         "it is read. Load it with PEFT where you trust it, and save it with safe_serialization=True"
     )
 
@@ -208,11 +232,40 @@ def _fingerprint(*files: Path) -> str:
 # ---- the configuration
 
 
-def _read_config(name: str, directory: Path) -> tuple[Scalings, dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Checked configuration."""
+
+    format: AdapterFormat
+    scalings: Scalings
+    saved: tuple[str, ...] = ()  # ends of the names of modules of which the adapter has whole weights
+    has_biases: bool = False
+
+
+def _read_config(name: str, directory: Path) -> _Config:
     try:
         fields = read_json(name, directory, ADAPTER_CONFIG, _MAX_CONFIG_BYTES)
     except ModelFileInvalid as error:
         raise AdapterUnusable(name, error.message.rstrip(".")) from error
+    return _of_mlx_lm(name, fields) if "lora_parameters" in fields else _of_peft(name, fields)
+
+
+def _of_mlx_lm(name: str, fields: dict[str, Any]) -> _Config:
+    kind, given = fields.get("fine_tune_type", "lora"), fields["lora_parameters"]
+    if kind not in ("lora", "dora"):
+        raise AdapterUnusable(
+            name,
+            f"its fine_tune_type is {shown(kind)}, and only lora and dora are supported. Make a model of it with "
+            "mlx_lm.fuse",
+        )
+    if not isinstance(given, dict):
+        raise AdapterUnusable(name, f"lora_parameters is {shown(given)}, but must be an object")
+    rank = int(_number(name, "rank", given.get("rank"), _MAX_RANK, whole=True))
+    scale = _number(name, "scale", given.get("scale"), _MAX_ALPHA)
+    return _Config("mlx-lm", Scalings(rank, scale * rank, False, {}, {}, kind == "dora"))
+
+
+def _of_peft(name: str, fields: dict[str, Any]) -> _Config:
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise AdapterUnusable(name, f"its peft_type is {shown(kind)}, and only LORA is supported")
@@ -249,7 +302,7 @@ def _read_config(name: str, directory: Path) -> tuple[Scalings, dict[str, Any]]:
         },
         bool(fields.get("use_dora")),
     )
-    return scalings, fields
+    return _Config("peft", scalings, tuple(saved or ()), fields.get("bias", "none") != "none")
 
 
 def _number(name: str, field: str, value: Any, most: float, *, whole: bool = False) -> float:
@@ -297,32 +350,30 @@ def _matches(pattern: str, module: str) -> bool:
 # ---- the weights
 
 
-def _read_header(name: str, weights: Path, fields: Mapping[str, Any]) -> dict[str, AdaptedModule]:
+def _read_header(name: str, weights: Path, config: _Config) -> dict[str, AdaptedModule]:
     """Returns the modules that the tensors adapt. Reads no tensor."""
     with weights.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > _MAX_HEADER_BYTES:
         raise AdapterUnusable(
-            name, f"the header of {ADAPTER_WEIGHTS} is longer than {in_units(_MAX_HEADER_BYTES)}"
+            name, f"the header of {weights.name} is longer than {in_units(_MAX_HEADER_BYTES)}"
         )
-    saved = tuple(fields.get("modules_to_save") or ())
-    biases = fields.get("bias", "none") != "none"
     names: dict[str, dict[Role, str]] = {}
     shapes: dict[str, dict[Role, tuple[int, ...]]] = {}
     try:
         with safe_open(weights, framework="np") as opened:
             keys = list(opened.keys())
             if not 1 <= len(keys) <= _MAX_TENSORS:
-                raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} has {len(keys):,} tensors")
+                raise AdapterUnusable(name, f"{weights.name} has {len(keys):,} tensors")
             for key in keys:
                 if len(key) > _MAX_NAME_CHARS:
                     raise AdapterUnusable(
                         name, f"a tensor's name is longer than {_MAX_NAME_CHARS}: {shown(key)}"
                     )
-                module, role = _place_of(name, key)
+                module, role = _place_of(name, key, config.format)
                 if role in ("weight", "bias") and ".base_layer." not in key:
-                    is_saved = any(module == one or module.endswith(f".{one}") for one in saved)
-                    if not is_saved and not (role == "bias" and biases):
+                    is_saved = any(module == one or module.endswith(f".{one}") for one in config.saved)
+                    if not is_saved and not (role == "bias" and config.has_biases):
                         raise AdapterUnusable(
                             name, f"{shown(key)} is no tensor of a LoRA, and modules_to_save does not name it"
                         )
@@ -336,11 +387,11 @@ def _read_header(name: str, weights: Path, fields: Mapping[str, Any]) -> dict[st
                 names[module][role] = key
                 shapes.setdefault(module, {})[role] = tuple(tensor.get_shape())
     except SafetensorError as error:
-        raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} is damaged ({first_line(error)})") from error
+        raise AdapterUnusable(name, f"{weights.name} is damaged ({first_line(error)})") from error
     return {module: AdaptedModule(names[module], shapes[module]) for module in sorted(names)}
 
 
-_ENDS: tuple[tuple[str, Role], ...] = (
+_PEFT_ENDS: tuple[tuple[str, Role], ...] = (
     (".lora_A.weight", "A"),
     (".lora_B.weight", "B"),
     (".lora_B.bias", "B.bias"),
@@ -353,15 +404,21 @@ _ENDS: tuple[tuple[str, Role], ...] = (
     (".weight", "weight"),
     (".bias", "bias"),
 )
-_PREFIX = "base_model.model."
+_MLX_LM_ENDS: tuple[tuple[str, Role], ...] = ((".lora_a", "A"), (".lora_b", "B"), (".m", "magnitude"))
+# Of each format: what a tensor's name begins with, the ends of names with their roles, and the format in words.
+_NAMES: Mapping[AdapterFormat, tuple[str, tuple[tuple[str, Role], ...], str]] = {
+    "peft": ("base_model.model.", _PEFT_ENDS, "PEFT's format"),
+    "mlx-lm": ("", _MLX_LM_ENDS, "mlx-lm's format"),
+}
 
 
-def _place_of(name: str, key: str) -> tuple[str, Role]:
+def _place_of(name: str, key: str, format: AdapterFormat) -> tuple[str, Role]:
     """Returns the module's name in the base model and the tensor's role."""
-    for end, role in _ENDS:
-        if key.startswith(_PREFIX) and key.endswith(end) and len(key) > len(_PREFIX) + len(end):
-            return key[len(_PREFIX) : -len(end)], role
-    raise AdapterUnusable(name, f"{shown(key)} is no tensor of a LoRA in PEFT's format")
+    prefix, ends, words = _NAMES[format]
+    for end, role in ends:
+        if key.startswith(prefix) and key.endswith(end) and len(key) > len(prefix) + len(end):
+            return key[len(prefix) : -len(end)], role
+    raise AdapterUnusable(name, f"{shown(key)} is no tensor of a LoRA in {words}")
 
 
 def allowed_directory(path: str, roots: tuple[Path, ...]) -> Path | None:

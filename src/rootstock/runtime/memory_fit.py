@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.errors import AdapterUnusable, InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import footprint_bytes
 from rootstock.units import in_units
 
@@ -53,6 +54,17 @@ def refuse_beyond_limit(model: str, weights: int, dtype: str, demands: Demands) 
     if demands.memory_limit is not None:
         free = max(0, demands.memory_limit - (footprint_bytes() or 0))
         refuse_beyond(model, weights, dtype, "--kv-budget", demands.pool_bytes, free, "--memory-limit")
+
+
+def refuse_adapter_beyond(source: AdapterSource, weight_bytes: int, free: int, memory: str) -> None:
+    """Raises AdapterUnusable if an adapter does not fit in the free memory, with so many bytes for each weight."""
+    needed = source.weight_count * weight_bytes
+    if needed > free:
+        raise AdapterUnusable(
+            source.name,
+            f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
+            "(a server with --no-memory-check loads it all the same)",
+        )
 
 
 def refuse_longer_context(asked: int | None, limit: int) -> None:

@@ -25,6 +25,7 @@ rounding.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,18 @@ def trial_tokens(description: ModelDescription) -> dict[str, Tokens]:
         name: random.integers(0, description.vocab_size, min(length, description.context_limit), np.int32)
         for name, length in (("long", _LONG), ("short", _SHORT))
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A LoRA adapter to check: the long sequence is its, the short one is the base model's."""
+
+    adapter: str  # of the segments
+    merged: Callable[[], contextlib.AbstractContextManager[None]]  # runs the model with merged weights
+
+    def serving(self, sequence: str) -> contextlib.AbstractContextManager[None]:
+        """Runs the model as it serves a sequence of the trial."""
+        return self.merged() if sequence == "long" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,25 +66,36 @@ def error_of(
     def draw(*shape: int) -> mx.array:
         return mx.array(random.standard_normal(shape, np.float32)).astype(use.dtype)
 
+    def pool(dim: int) -> tuple[mx.array, mx.array, NDArray[np.float64]]:
+        """Returns rows, their scales, and the numbers that they mean."""
+        shape = (table.size * size, heads.kv_heads)
+        if not use.is_rounded:
+            rows = draw(*shape, dim)
+            return rows, mx.ones(shape), _on_host(rows)
+        codes = random.integers(-127, 128, (*shape, dim), np.int8)
+        scales = random.uniform(0.002, 0.02, shape).astype(np.float32)
+        return mx.array(codes), mx.array(scales), codes * scales[..., None].astype(np.float64)
+
     query = draw(len(at), heads.q_heads, heads.key_dim)
-    keys = draw(table.size * size, heads.kv_heads, heads.key_dim)
-    values = None if use.shares_values else draw(table.size * size, heads.kv_heads, heads.value_dim)
+    keys, key_scales, k = pool(heads.key_dim)
+    values, value_scales, v = pool(heads.value_dim)
+    if use.shares_values:
+        value_scales, v = key_scales, k[..., : heads.value_dim]
     sinks = draw(heads.q_heads) if use.has_sinks else None
     softcap = 5.0 if use.has_softcap else 0.0
     scale = heads.key_dim**-0.5
     out = kernel.attend(
         query,
         keys,
-        values,
+        None if use.shares_values else values,
         rows,
         scale=scale,
+        scales=(key_scales, value_scales) if use.is_rounded else None,
         sinks=sinks,
         softcap=softcap,
         shared_value_dim=heads.value_dim,
     )
     answer = _on_host(out)
-    k = _on_host(keys)
-    v = k[..., : heads.value_dim] if values is None else _on_host(values)
     expected = _attended(
         _on_host(query), k, v, rows, scale, softcap, None if sinks is None else _on_host(sinks)
     )

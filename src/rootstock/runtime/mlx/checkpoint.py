@@ -6,7 +6,7 @@ No code of a checkpoint is ever run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +62,7 @@ class Checkpoint:
     context_limit: int
     rope_regime: str
     eos_token_ids: tuple[int, ...]
+    make_model: Callable[[], nn.Module]  # with random weights, which are lazy and take no memory
 
 
 def read_checkpoint(model: str, directory: Path) -> Checkpoint:
@@ -96,6 +97,7 @@ def read_checkpoint(model: str, directory: Path) -> Checkpoint:
         limit,
         regime,
         eos_token_ids(generation, text, config),
+        lambda: model_class(arguments),
     )
 
 
@@ -114,7 +116,7 @@ def _check_sizes(model: str, config: Mapping[str, Any], text: Mapping[str, Any])
                 )
 
 
-def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
+def _mlx_lm_class(model: str, config: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
     """Returns mlx-lm's class of the model and its arguments. Raises ModelFileInvalid or ModelUnsupported."""
     kind, names = config.get("model_type"), config.get("architectures") or []
     if not isinstance(kind, str) or not re.fullmatch(r"[\w-]{1,100}", kind):

@@ -78,6 +78,12 @@ class LayerPool:
         """Returns V as the pool holds it."""
         return self._arrays[0 if self.shape.shares_values else 1]
 
+    @property
+    def scales(self) -> tuple[mx.array, mx.array] | None:
+        """Returns the scales of K and of V, [slots, heads] each; None: the rows are not quantized."""
+        kept = self._arrays[len(self._arrays) // 2 :]
+        return (kept[0], kept[-1]) if self.shape.is_rounded else None
+
     def keys_at(self, slots: Slots) -> mx.array:
         """Returns K [slots, heads, key_dim] in the model's dtype: a view of a run of slots, a gather of others."""
         return self._at(0, slots)

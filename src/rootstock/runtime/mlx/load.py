@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +19,17 @@ from rootstock.config import CacheConfig, ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.kernels.metal.trial import why_not
+from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.memory_fit import (
     Demands,
+    refuse_adapter_beyond,
     refuse_beyond,
     refuse_beyond_limit,
     refuse_longer_context,
 )
+from rootstock.runtime.mlx.adapters import Adapters
 from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
@@ -39,6 +43,7 @@ from rootstock.runtime.mlx.weights import (
     lazy_model,
     quantize,
     stored_dtype,
+    stored_modules,
 )
 from rootstock.runtime.model_files import (
     Progress,
@@ -112,9 +117,19 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         lambda served: MlxRuntime(model, served),
         lambda done: report("check", done),
         _metal_kernel(),
-        _why_not,
+        functools.partial(_why_not, is_rounded=config.kv_dtype == "int8"),
     )
-    return MlxRuntime(model, _as_stored(served) if config.kv_dtype == "int8" else served)
+    stored = _as_stored(served) if config.kv_dtype == "int8" else served
+    adapters = Adapters(
+        model,
+        served.description,
+        lambda adapters: MlxRuntime(
+            model, served, adapters
+        ),  # with exact pools, as for the check of the model
+        lambda: stored_modules(checkpoint, files),
+        lambda source: _refuse_large_adapter(source, dtype) if config.memory_check else None,
+    )
+    return MlxRuntime(model, stored, adapters)
 
 
 def _metal_kernel() -> PagedKernel | None:
@@ -122,9 +137,12 @@ def _metal_kernel() -> PagedKernel | None:
     return PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None
 
 
-def _why_not(kernel: PagedKernel) -> str | None:
-    """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size."""
+def _why_not(kernel: PagedKernel, is_rounded: bool) -> str | None:
+    """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size, and
+    on pools that are quantized if the server's will be."""
     served = {replace(use, block_size=size) for use in kernel.uses for size in (use.block_size, _BLOCK_SIZE)}
+    if is_rounded:
+        served |= {replace(use, is_rounded=True) for use in served}
     return why_not(kernel, served)
 
 
@@ -228,6 +246,11 @@ def _refuse_too_large(
     weights = sum(int(array.nbytes) for array in arrays_of(model)) + adapters
     refuse_beyond(name, weights, words, "--kv-budget", demands.pool_bytes, free_bytes(), "unified memory")
     refuse_beyond_limit(name, weights, words, demands)
+
+
+def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
+    """Raises AdapterUnusable if an adapter's weights do not fit in the memory that is free beside the model's."""
+    refuse_adapter_beyond(source, int(dtype.size), free_bytes(), "unified memory")
 
 
 # ---- rows

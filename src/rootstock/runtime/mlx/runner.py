@@ -7,6 +7,7 @@ model without recurrent states takes sequences with unequally many rows, padded 
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
-from rootstock.errors import AdapterUnusable, PoolsLost
+from rootstock.errors import PoolsLost
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
+from rootstock.runtime.mlx.adapters import Adapters
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
@@ -61,8 +63,9 @@ class RuntimeStats:
 class MlxRuntime:
     """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(self, model: nn.Module, served: Served) -> None:
+    def __init__(self, model: nn.Module, served: Served, adapters: Adapters | None = None) -> None:
         self._model = model
+        self._adapters = adapters
         self._served = served
         self._layout = served.layout
         self._families = token_families(served.layout.families)
@@ -150,12 +153,13 @@ class MlxRuntime:
         return [dtype_name(dtype) for dtype in kept]
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
-        raise AdapterUnusable(
-            source.name, "the MLX runtime has no adapters yet: fuse it into the weights with mlx_lm.fuse"
-        )
+        assert self._adapters is not None, "a runtime of load_model takes adapters"
+        with mx.stream(self._device):
+            return self._adapters.load(source)
 
     def unload_adapter(self, fingerprint: str) -> None:
-        raise AssertionError("no adapter is loaded")
+        assert self._adapters is not None, "a runtime of load_model takes adapters"
+        self._adapters.unload(fingerprint)
 
     def forward(self, batch: Batch) -> Logits:
         with mx.stream(self._device):
@@ -190,10 +194,15 @@ class MlxRuntime:
         longest = max((len(segment.tokens) for _, segment in scored), default=0)
         # Padding would go into recurrent states.
         pads = not self._layout.has_states and longest * len(scored) <= _PADDED_ROWS
-        groups: dict[tuple[int, bool], _Call] = {}
-        for number, segment in scored:
-            # States of a sequence that begins are made by the model itself.
-            group = (0 if pads else len(segment.tokens), self._layout.has_states and segment.past == 0)
+        groups: dict[tuple[int, bool, str], _Call] = {}
+        # The rows of each adapter follow each other in a call.
+        for number, segment in sorted(scored, key=lambda one: one[1].adapter):
+            group = (
+                0 if pads else len(segment.tokens),
+                # States of a sequence that begins are made by the model itself.
+                self._layout.has_states and segment.past == 0,
+                "" if self._adapters is None else self._adapters.call_of(segment),
+            )
             call = groups.setdefault(group, _Call([], []))
             call.numbers.append(number)
             call.segments.append(segment)
@@ -237,7 +246,12 @@ class MlxRuntime:
         tokens = np.zeros((len(segments), max(lengths)), np.int32)
         for row, segment in enumerate(segments):
             tokens[row, : len(segment.tokens)] = segment.tokens
-        logits, states = self._build(tokens, rows, states)
+        with (
+            contextlib.nullcontext()
+            if self._adapters is None
+            else self._adapters.rows.of(segments, tokens.shape[1])
+        ):
+            logits, states = self._build(tokens, rows, states)
         scored = [logits.astype(mx.float32)] if scores else []
         filled = [array for arrays in states.values() for array in arrays if array is not None]
         evaluate([*pool.arrays, *filled, *scored])

@@ -22,6 +22,7 @@ from rootstock.runtime.trial import (
     Measure,
     ScoredRows,
     Trial,
+    Variant,
     Verdict,
     allowed_difference,
     compare,
@@ -37,20 +38,31 @@ def self_check(
     description: ModelDescription,
     make_runtime: Callable[[], Runtime],
     progress: Callable[[float], None],
+    variant: Variant | None = None,
 ) -> Verdict:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     tokens = trial_tokens(description)
-    expected = {name: own_logits(model, sequence) for name, sequence in tokens.items()}
+
+    def serving(sequence: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
+
+    expected: dict[str, Logits] = {}
+    for name, sequence in tokens.items():
+        with serving(name):
+            expected[name] = own_logits(model, sequence)
     progress(0.3)
-    rows = Trial(make_runtime(), tokens["long"], tokens["short"]).run()
+    adapter = "" if variant is None else variant.adapter
+    rows = Trial(make_runtime(), tokens["long"], tokens["short"], adapter).run()
     progress(0.7)
 
     def decoded(its: ScoredRows) -> Logits:
         end = its.positions.stop
-        return own_logits(model, tokens[its.sequence][:end], its.prefilled)[its.positions]
+        with serving(its.sequence):
+            return own_logits(model, tokens[its.sequence][:end], its.prefilled)[its.positions]
 
     def own_noise(measure: Measure) -> float:
-        return noise(model, tokens["long"], description.dtype, measure)
+        with serving("long"):
+            return noise(model, tokens["long"], description.dtype, measure)
 
     verdict = compare(rows, expected, decoded, own_noise, description.dtype)
     progress(1.0)

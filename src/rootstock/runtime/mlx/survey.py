@@ -50,8 +50,8 @@ class LayerShape:
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Returns shape and dtype of the tensors of one position: K, V if there is another one, and the scales of both
-        if they are quantized."""
+        """Returns shape and dtype of the tensors of one position: K, V if there is another one, and the scales of
+        both if they are quantized."""
         widths = [(self.heads, self.key_dim)]
         if self.value_dim and not self.shares_values:
             widths.append((self.heads, self.value_dim))

@@ -25,6 +25,7 @@ from rootstock.units import MIB
 
 _EVALUATED_BYTES = 256 * MIB  # of weights at a time, between two reports of progress
 _ROUNDED_BITS = {"int8": 8, "int4": 4}
+_WEIGHT = ".weight"
 _GROUP = 64  # weights that share a scale, as mlx_lm.convert quantizes
 
 
@@ -63,6 +64,28 @@ def _refuse_repeated(model: str, files: Sequence[Path]) -> None:
         if tensor.name in seen:
             raise ModelWeightsMissing(model, f"two files hold a tensor {shown(tensor.name)}")
         seen.add(tensor.name)
+
+
+def stored_modules(checkpoint: Checkpoint, files: Sequence[Path]) -> dict[str, str | None]:
+    """Returns the model's name of each module whose weight the files hold, by the name there. None: mlx-lm makes
+    other weights of it, or none. Reads headers only."""
+    stored: dict[str, mx.array] = {}
+    for file in files:
+        arrays: Any = mx.load(str(file))
+        stored.update(arrays)
+    model: Any = checkpoint.make_model()  # some may change themselves by the weights, and only once
+    kept = dict(model.sanitize(dict(stored))) if hasattr(model, "sanitize") else stored
+    names = {id(array): name for name, array in kept.items()}
+
+    def place(name: str, array: mx.array) -> str | None:
+        found = name if kept.get(name) is array else names.get(id(array))
+        return None if found is None else found.removesuffix(_WEIGHT)
+
+    return {
+        name.removesuffix(_WEIGHT): place(name, array)
+        for name, array in stored.items()
+        if name.endswith(_WEIGHT)
+    }
 
 
 def stored_dtype(built: nn.Module) -> mx.Dtype:

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rootstock.errors import AdapterUnusable, ModelTooLarge
+from rootstock.errors import ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import free_host_bytes
-from rootstock.runtime.memory_fit import Demands, WeightBytes, refuse_beyond, refuse_beyond_limit
+from rootstock.runtime.memory_fit import (
+    Demands,
+    WeightBytes,
+    refuse_adapter_beyond,
+    refuse_beyond,
+    refuse_beyond_limit,
+)
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.units import in_units
 
@@ -83,15 +89,9 @@ def refuse_too_large(
 
 def refuse_large_adapter(source: AdapterSource, dtype: torch.dtype, device: torch.device) -> None:
     """Raises AdapterUnusable if an adapter's weights do not fit in the memory that is free beside the model's."""
-    needed = source.weight_count * dtype.itemsize
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free, memory = torch.cuda.mem_get_info(device)[0] + reserved, f"memory of {device}"
     else:
         free, memory = free_host_bytes(), "main memory"
-    if needed > free:
-        raise AdapterUnusable(
-            source.name,
-            f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
-            "(a server with --no-memory-check loads it all the same)",
-        )
+    refuse_adapter_beyond(source, dtype.itemsize, free, memory)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from rootstock.runtime.trial import (
     Measure,
     ScoredRows,
     Trial,
+    Variant,
     Verdict,
     allowed_difference,
     compare,
@@ -34,14 +34,6 @@ from rootstock.runtime.trial import (
 )
 
 _NOISE_SAMPLES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A LoRA adapter to check: the long sequence is its, the short one is the base model's."""
-
-    adapter: str  # of the segments
-    merged: Callable[[], contextlib.AbstractContextManager[None]]  # runs the model with merged weights
 
 
 def self_check(
@@ -56,8 +48,7 @@ def self_check(
     tokens = trial_tokens(description)
 
     def served(sequence: str) -> contextlib.AbstractContextManager[None]:
-        is_base = variant is None or sequence != "long"
-        return contextlib.nullcontext() if variant is None or is_base else variant.merged()
+        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
 
     def decoded(rows: ScoredRows) -> Logits:
         with own_attention(model), served(rows.sequence):

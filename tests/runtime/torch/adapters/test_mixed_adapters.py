@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
 from rootstock.runtime.torch import memory_fit
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import allocate, load, random_tokens
+from twins.driving import allocate, random_tokens
+from twins.torch_models import load
 
 BLOCKS_EACH = 4
 LENGTHS = (17, 9, 21, 12, 5)
@@ -221,6 +223,20 @@ def test_an_adapter_whose_rows_would_be_wrong_is_refused(
     monkeypatch.setattr(LinearDelta, "apply", lambda self, x, y: y.mul_(1.01))
     with caplog.at_level(logging.WARNING):
         assert "merged weights" in refusal(runtime, save_adapter(tmp_path / "a", base, linears_of(base)))
+
+
+def test_files_of_mlx_lm_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "m", "llama")
+    made = tmp_path / "a"
+    made.mkdir()
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0}}
+    (made / "adapter_config.json").write_text(json.dumps(config))
+    query = "model.layers.0.self_attn.q_proj"
+    save_file(
+        {f"{query}.lora_a": torch.zeros(64, 4), f"{query}.lora_b": torch.zeros(4, 64)},
+        made / "adapters.safetensors",
+    )
+    assert "mlx-lm's format, which only the MLX runtime reads" in refusal(load(tmp_path / "m"), made)
 
 
 def test_a_router_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from rootstock.runtime.torch.fallback import Served
 from rootstock.runtime.torch.hooks import keeps_latents
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.packed_linears import weight_of
-from rootstock.runtime.torch.self_check import Variant, self_check
+from rootstock.runtime.torch.self_check import self_check
+from rootstock.runtime.trial import Variant
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,12 @@ class Adapters:
         """Loads and checks an adapter. `make_runtime` makes a runtime with these adapters. Raises AdapterUnusable."""
         if source.fingerprint in self._loaded:
             return self._loaded[source.fingerprint]
+        if source.format != "peft":
+            raise AdapterUnusable(
+                source.name,
+                f"its files are in {source.format}'s format, which only the MLX runtime reads: mlx-lm may name and "
+                "store a model's weights otherwise than transformers does",
+            )
         self._refuse_large(source)
         given = self._read(source)
         nbytes = 0
