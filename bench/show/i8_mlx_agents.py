@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from common import argument_parser, at_most, conclude, exactly
 from llamas import say, write_chatting
+from neighbours import busy_s_of
 from peers import PeerProcess, free_port
 from transformers import AutoTokenizer
 
@@ -65,6 +66,7 @@ class Asked:
 class Outcome:
     asked: list[Asked]  # in the order of turns, then of agents
     wall_s: float
+    busy_s: float  # processor time of the server
     least: int
 
     @property
@@ -135,14 +137,14 @@ def run(peer: PeerProcess, tokenizer: Any, workload: Workload, at_once: int) -> 
             return Asked(prompt, answer, usage["prompt_tokens_details"]["cached_tokens"])
 
         first = ask([{"role": "user", "content": "hello"}])
-        began = time.monotonic()
+        began, busy_s = time.monotonic(), busy_s_of(peer.pid)
         with ThreadPoolExecutor(at_once) as agents:
             for turn in range(workload.sizes.turns):
                 for messages, conversation in zip(conversations, workload.conversations, strict=True):
                     messages.append({"role": "user", "content": as_text(conversation.turns[turn].new)})
                 asked += agents.map(ask, conversations)
-        wall_s = time.monotonic() - began
-    return Outcome(asked, wall_s, least_possible(first, asked))
+        wall_s, busy_s = time.monotonic() - began, busy_s_of(peer.pid) - busy_s
+    return Outcome(asked, wall_s, busy_s, least_possible(first, asked))
 
 
 def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
@@ -179,7 +181,7 @@ def measure(kind: str, model: Path, workload: Workload) -> dict[str, Any]:
         outcome = run(make(), tokenizer, workload, at_once)
         say(
             f"{kind:8} {at_once} at once  {name:18} {outcome.computed:7,} of {outcome.least:6,} tokens  "
-            f"{outcome.ratio:7.4f}  {outcome.wall_s:6.1f} s"
+            f"{outcome.ratio:7.4f}  {outcome.wall_s:6.1f} s, busy {outcome.busy_s:6.1f} s"
         )
         return outcome
 
@@ -198,10 +200,15 @@ def measure(kind: str, model: Path, workload: Workload) -> dict[str, Any]:
             f"{prefix}_difference_to_torch": before.computed - by_torch.computed,
             f"{prefix}_other_answers_than_torch": differences(before, by_torch),
             f"{prefix}_other_answers_than_mlx_lm": differences(before, theirs),
-            f"{prefix}_mlx_lm_wall_times_ours": round(2 * theirs.wall_s / (before.wall_s + after.wall_s), 3),
+            f"{prefix}_mlx_lm_wall_times_ours": times(theirs, before, after, lambda o: o.wall_s),
+            f"{prefix}_mlx_lm_busy_times_ours": times(theirs, before, after, lambda o: o.busy_s),
         }
     by_default = of("mlx-lm, 10 caches", lambda: mlx_lm_server(model), 1)
     return figures | {f"{kind}_one_at_once_mlx_lm_by_default": round(by_default.ratio, 4)}
+
+
+def times(theirs: Outcome, before: Outcome, after: Outcome, seconds: Callable[[Outcome], float]) -> float:
+    return round(2 * seconds(theirs) / (seconds(before) + seconds(after)), 3)
 
 
 def differences(one: Outcome, other: Outcome) -> int:
