@@ -33,7 +33,7 @@ from rootstock.errors import ModelError
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.torch.embedder import load_embedder
 from twins.architectures import ARCHITECTURES
-from twins.driving import load
+from twins.torch_models import load
 
 ADAPTERS = 8
 PROMPTS = 3  # of each adapter, and of the base

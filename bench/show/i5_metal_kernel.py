@@ -1,9 +1,10 @@
 """I5: the Metal kernels of paged attention, run thread by thread as C++, equal the reference for all that they claim.
 
 The grid: every group of query heads from 1 to 16 and larger ones; head sizes from 8 to 576, also those that 32 lanes
-do not divide, with V as wide as K, narrower, wider, or the beginning of K; float32, float16 and bfloat16; contexts
-whole and split, decodes and several rows of a sequence; full attention, windows and chunks; sinks; softcap; block
-sizes that are powers of two and others; threads in both orders. MLX writes the whole function, as for a device.
+do not divide, with V as wide as K, narrower, wider, or the beginning of K; float32, float16 and bfloat16, and pools
+of int8 with queries of these; contexts whole and split, decodes and several rows of a sequence; full attention,
+windows and chunks; sinks; softcap; block sizes that are powers of two and others; threads in both orders. MLX writes
+the whole function, as for a device.
 
 Mutations: the source is changed, each time by one mistake, and each must show: as an error beyond the tolerance or as
 undefined behaviour that the emulation reports.
@@ -59,6 +60,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
     "next block": ("position / BLOCK]", "(position + 1) / BLOCK]"),
     "table of another sequence": ("table + tile[0]", "table"),
     "scale forgotten": ("q[l][j] = scale * ", "q[l][j] = "),
+    "scale of K forgotten": ("score *= key_scale[t];", ""),
+    "scale of V forgotten": ("weight * value_scale[t]", "weight"),
+    "scale of another head": ("key_scales[slot * HEADS + head]", "key_scales[slot * HEADS]"),
+    "scale of another position": ("value_scales[slot *", "value_scales[slot / BLOCK * BLOCK *"),
     "softcap forgotten": ("if (SOFTCAP)", "if (false)"),
     "softcap not restored": ("score = softcap * metal", "score = metal"),
     "earlier sums not faded": ("sum[l] *= fade;", ""),
@@ -77,8 +82,8 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], int]]:
-    """Yields arguments of `make_batch`, lengths, and the dimension of V if it is the beginning of K, else 0."""
+def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], dict[str, Any]]]:
+    """Yields arguments of `make_batch`, lengths, and options of `metal_batches.attend`."""
     number = 0
     heads: list[dict[str, Any]] = [{"group": g, "head_dim": 64} for g in GROUPS]
     heads += [{"group": 1 + i % 5, "head_dim": size} for i, size in enumerate(SIZES)]
@@ -101,10 +106,10 @@ def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], int]]:
             "layout": ("scattered", "runs", "contiguous")[number % 3],
             "seed": number,
         }
-        yield fields, lengths, shared
+        yield fields, lengths, {"shared_value_dim": shared, "is_rounded": number % 5 == 4}
         number += 1
-    for dtype, family, sinks, softcap, lengths in product(
-        DTYPES, FAMILIES, (False, True), (None, 3.0), (DECODES, DRAFTS)
+    for dtype, family, sinks, softcap, lengths, is_rounded in product(
+        DTYPES, FAMILIES, (False, True), (None, 3.0), (DECODES, DRAFTS), (False, True)
     ):
         yield (
             {
@@ -119,7 +124,7 @@ def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], int]]:
                 "seed": number,
             },
             lengths,
-            0,
+            {"is_rounded": is_rounded},
         )
         number += 1
 
@@ -130,7 +135,8 @@ def is_caught(directory: Path, old: str, new: str) -> bool:
     for lengths, family, occupancy in product(([(60, 1), (9, 1)], [(50, 4), (70, 1)]), FAMILIES, OCCUPANCIES):
         kernel = PagedKernel(Emulation(directory, replace={old: new}), occupancy)
         try:
-            error = worst_error(kernel, make_batch(lengths, family=family, **fields))
+            batch = make_batch(lengths, family=family, **fields)
+            error = max(worst_error(kernel, batch), worst_error(kernel, batch, is_rounded=True))
         except EmulationError:
             return True
         if error > TOLERANCES[torch.float32]:
@@ -149,19 +155,19 @@ def main() -> None:
     wrong, ran, kernels = [], 0, 0
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for number, (fields, lengths, shared) in enumerate(cases()):
+        for number, (fields, lengths, attended) in enumerate(cases()):
             if number % given.every:
                 continue
             for occupancy in OCCUPANCIES:
                 emulation = Emulation(directory, reversed=number % 2)
                 batch = make_batch(lengths, **fields)
-                error = worst_error(PagedKernel(emulation, occupancy), batch, shared_value_dim=shared)
+                error = worst_error(PagedKernel(emulation, occupancy), batch, **attended)
                 kernels += emulation.kernels
                 ran += 1
                 dtype = fields["dtype"]
                 worst[str(dtype)] = max(worst[str(dtype)], error)
                 if not error <= TOLERANCES[dtype]:
-                    wrong.append({"error": error, "lengths": lengths, "shared": shared, **fields})
+                    wrong.append({"error": error, "lengths": lengths, **attended, **fields})
         baseline = is_caught(directory, "no such text", "")
         missed = [name for name, (old, new) in MUTATIONS.items() if not is_caught(directory, old, new)]
         absent = [name for name, (old, _) in MUTATIONS.items() if old not in ATTEND + MERGE]

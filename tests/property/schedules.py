@@ -1,8 +1,9 @@
-"""Random schedules of a whole engine on the oracle runtime, from a seed.
+"""Random schedules of a whole engine on the oracle runtime or another subject, from a seed.
 
 The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge,
 repeat, continue each other's answers, are scored, cancelled and preempted, with and without an adapter, under a
-budget that is far too small, while forwards fail now and then and the memory of the process goes up and down. In each
+budget that is far too small, while forwards fail now and then, some with the loss of all pools, and the memory of the
+process goes up and down. In each
 schedule every request ends exactly once and gets the tokens that it would have got alone, and at the end every row of
 every pool is accounted for.
 """
@@ -11,15 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from property.provenance import SALTS, Provenance, heads_of
-from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
+from property.simulated_tier import (
+    Failing,
+    RecordCheck,
+    SimulatedTier,
+    SimulatedTierConnector,
+    check_oracle_record,
+)
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.hints import CacheHints, Retention
@@ -33,6 +42,7 @@ from rootstock.config import EngineConfig
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
+from rootstock.engine.kv_budget import divided_rows
 from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
@@ -46,10 +56,10 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.sampling import Sampler
+from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.engine.sequence import Sequence
-from rootstock.errors import RootstockError, StepFailed
-from rootstock.runtime.base import Batch, LoadedAdapter
+from rootstock.errors import PoolsLost, RootstockError, StepFailed
+from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Runtime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
@@ -62,6 +72,46 @@ class Injected(Exception):
     """Failure of a forward, on purpose."""
 
 
+class Judged(Runtime, Protocol):
+    """Runtime whose right answers are known by other means."""
+
+    @property
+    def adapters(self) -> set[str]: ...
+
+    def expected_logits(self, tokens: Tokens, adapter: str = "") -> Logits:
+        """Computes the logits [vocab] that follow these tokens, without a cache, a batch or a pool."""
+        ...
+
+
+class MakeRuntime(Protocol):
+    def __call__(self, families: tuple[Family, ...], fault: Callable[[Batch], None]) -> Judged:
+        """Makes a runtime that calls `fault` before each forward, which fails if `fault` raises: with PoolsLost so
+        that the pools are lost."""
+        ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Runtime that schedules run on."""
+
+    make: MakeRuntime
+    families: tuple[Family, ...] | None = None  # None: any
+    takes_adapters: bool = True
+    log_probability_error: float | None = (
+        None  # largest one allowed. None: few requests ask for probabilities
+    )
+    record_check: Callable[[], RecordCheck] = lambda: check_oracle_record
+    is_injected: Callable[[BaseException], bool] = lambda cause: isinstance(cause, Injected)
+    end: Callable[[Judged], None] = lambda runtime: None  # called when a life has ended
+
+
+def _oracle(families: tuple[Family, ...], fault: Callable[[Batch], None]) -> FakeRuntime:
+    return FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
+
+
+ORACLE = Subject(_oracle)
+
+
 @dataclass
 class Outcome:
     """Counts of a schedule's events. A test checks that each of them occurred."""
@@ -70,6 +120,7 @@ class Outcome:
     finished: int = 0
     aborted: int = 0
     failed: int = 0
+    failed_by_lost_pools: int = 0
     preemptions: int = 0
     hit_tokens: int = 0
     copied_blocks: int = 0
@@ -131,6 +182,25 @@ class ScopedTierOutcome(TierOutcome, ScopedOutcome):
     """Counts of a schedule with public heads and a tier."""
 
 
+def play(run: Callable[[int], Outcome], seeds: range, rare: Collection[str] = ()) -> Outcome:
+    """Plays schedules. Asserts that each event of an outcome occurred, but for rare ones: without, they prove less."""
+    total: Outcome | None = None
+    for seed in seeds:
+        try:
+            outcome = run(seed)
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+        if total is None:
+            total = outcome
+        else:
+            total.add(outcome)
+    assert total is not None
+    for name in total.__dataclass_fields__.keys() - set(rare):
+        assert getattr(total, name) > 0, f"no schedule had any {name}"
+    return total
+
+
 @dataclass
 class Client:
     request: Request
@@ -154,30 +224,39 @@ def run_schedule(
     check_every_step: bool = True,
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
+    subject: Subject = ORACLE,
+    outcome: Outcome | None = None,
 ) -> Outcome:
-    """Plays the schedule of a seed. Without `families` the seed chooses them. With `drafts`, decodes verify right and
-    wrong drafts."""
+    """Plays the schedule of a seed, which chooses the families if none are given. With `drafts`,
+    decodes verify right and wrong drafts."""
     rng = np.random.default_rng(seed)
-    fault = _faults(rng)
-    families = families or _families(rng)
-    outcome: Outcome = Outcome()
-    _live(rng, seed, families, fault, outcome, [], check_every_step, drafts=drafts)
+    fault = _faults(rng, seed)
+    families = families or subject.families or _families(rng)
+    outcome = outcome or Outcome()
+    _live(rng, seed, families, fault, outcome, [], check_every_step, drafts=drafts, subject=subject)
     return outcome
 
 
-def run_scoped_schedule(seed: int, *, tiered: bool) -> Outcome:
+def run_scoped_schedule(
+    seed: int, *, tiered: bool, subject: Subject = ORACLE, outcome: ScopedTierOutcome | None = None
+) -> Outcome:
     """Plays a schedule of several tenants whose prompts begin with public heads. Asserts that no request hits, waits
     for or drafts what another tenant has computed behind a head."""
     provenance = Provenance(heads_of(SHARED, np.random.default_rng([seed, 3])))
-    outcome: ScopedTierOutcome | ScopedOutcome = ScopedTierOutcome() if tiered else ScopedOutcome()
-    if isinstance(outcome, ScopedTierOutcome):
-        run_tiered_schedule(seed, drafts=True, outcome=outcome, provenance=provenance)
+    counted: ScopedTierOutcome | ScopedOutcome = outcome or (
+        ScopedTierOutcome() if tiered else ScopedOutcome()
+    )
+    if tiered:
+        assert isinstance(counted, ScopedTierOutcome)
+        run_tiered_schedule(seed, drafts=True, outcome=counted, provenance=provenance, subject=subject)
     else:
         rng = np.random.default_rng(seed)
-        _live(rng, seed, _families(rng), _faults(rng), outcome, [], drafts=True, provenance=provenance)
-    outcome.public_hits += provenance.public_hits
-    outcome.private_hits += provenance.private_hits
-    return outcome
+        families = subject.families or _families(rng)
+        fault = _faults(rng, seed)
+        _live(rng, seed, families, fault, counted, [], drafts=True, provenance=provenance, subject=subject)
+    counted.public_hits += provenance.public_hits
+    counted.private_hits += provenance.private_hits
+    return counted
 
 
 def run_tiered_schedule(
@@ -187,12 +266,13 @@ def run_tiered_schedule(
     drafts: bool = False,
     outcome: TierOutcome | None = None,
     provenance: Provenance | None = None,
+    subject: Subject = ORACLE,
 ) -> TierOutcome:
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
     after a restart continue earlier ones."""
     rng = np.random.default_rng([seed, 1])
-    fault = _faults(rng)
-    families = families or _families(rng)
+    fault = _faults(rng, seed)
+    families = families or subject.families or _families(rng)
     failing = Failing(
         stores=float(rng.choice([0.0, 0.1])),
         loads=float(rng.choice([0.0, 0.05, 0.3])),
@@ -200,7 +280,7 @@ def run_tiered_schedule(
         declined=float(rng.choice([0.0, 0.2])),
         overdue=float(rng.choice([0.0, 0.02])),
     )
-    tier = SimulatedTier(rng, failing)
+    tier = SimulatedTier(rng, failing, subject.record_check())
     outcome = outcome or TierOutcome()
     clients: list[Client] = []
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
@@ -219,6 +299,7 @@ def run_tiered_schedule(
             block_size,
             drafts,
             provenance,
+            subject,
         )
     outcome.stored += failing.stored
     outcome.refused_stores += failing.refused
@@ -239,18 +320,24 @@ def _live(
     block_size: int | None = None,
     drafts: bool = False,
     provenance: Provenance | None = None,
+    subject: Subject = ORACLE,
 ) -> list[Client]:
     """Runs one engine from its start to its end. Returns all clients up to now."""
-    runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
+    runtime = subject.make(families, fault)
+    described = runtime.description
     if block_size is None:
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
     cache_clock = Clock(-1.0)
     shares = np.random.default_rng([seed, 6])
+    budget_bytes = blocks * sum(row_bytes(family, block_size) for family in families)
+    rows = None if described.memory == "host" else divided_rows(families, budget_bytes, block_size)
     cache = (KVCache if provenance is None else provenance.cache())(
         families,
-        blocks * sum(row_bytes(family, block_size) for family in families),
+        budget_bytes,
         block_size,
+        rows=rows,
+        lazy_states=described.lazy_states,
         clock=cache_clock,
         reuse=tier is not None or bool(rng.random() < 0.95),
         stored=None if tier is None else StoredIndex(families, block_size),
@@ -287,8 +374,11 @@ def _live(
         memory_watch=_scarce_memory(seed) if seed % 5 < 2 else None,
     )
     guesses.limit = engine.context_limit
-    runtime.adapters.add(ADAPTER)
-    engine.adapters.add(NamedAdapter(ADAPTER, Path(), LoadedAdapter(ADAPTER, modules=1, rank=1, nbytes=0)))
+    if subject.takes_adapters:
+        runtime.adapters.add(ADAPTER)
+        engine.adapters.add(
+            NamedAdapter(ADAPTER, Path(), LoadedAdapter(ADAPTER, modules=1, rank=1, nbytes=0))
+        )
     if provenance is not None:
         engine.public_heads = provenance.heads
     pinning = Pinning(seed, cache, engine)
@@ -301,8 +391,10 @@ def _live(
             to_come -= 1
             salts = ("", "", "", "tenant") if provenance is None else SALTS
             request = _request(rng, [*before, *clients], engine.context_limit, salts)
-            if provenance is None and (request.sampling.seed or 0) % 5 == 0:
+            if subject.takes_adapters and provenance is None and (request.sampling.seed or 0) % 5 == 0:
                 request = replace(request, adapter=ADAPTER)
+            if subject.log_probability_error is not None:
+                request = replace(request, sampling=replace(request.sampling, top_logprobs=2))
             client = Client(request)
             _warm(idle_rng, engine, [client])
             _work_while_idle(idle_rng, engine)
@@ -331,14 +423,16 @@ def _live(
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
-        assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
+        # Rows that are divided among the families are two of each at least, however small the budget is.
+        taken_at_most = cache.budget_bytes if rows is None else max(cache.budget_bytes, _bytes_of(cache))
+        assert cache.pools.backed_bytes <= taken_at_most, "more memory is taken than the budget allows"
         if provenance is not None:
             provenance.judge_waiting(engine)
         if check_every_step:
             cache.check()
             engine.scheduler.check()
     for client in clients:
-        _judge(client, runtime, outcome, engine.context_limit)
+        _judge(client, runtime, outcome, engine.context_limit, subject)
     engine.idle_work.pause()
     if connector is not None:
         if engine.hit_verifier is not None:
@@ -377,7 +471,13 @@ def _live(
     cache.check()
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
+    subject.end(runtime)
     return [*before, *clients]
+
+
+def _bytes_of(cache: KVCache) -> int:
+    """Returns the bytes of all rows of all pools."""
+    return sum(pool.pool.total_blocks * pool.row_bytes for pool in cache.pools.every)
 
 
 def _scarce_memory(seed: int) -> MemoryWatch:
@@ -421,7 +521,7 @@ class Guesses:
     """Proposer of right, wrong and partly right drafts, also beyond the end of the answer. A seed gives always the
     same."""
 
-    def __init__(self, seed: int, runtime: FakeRuntime) -> None:
+    def __init__(self, seed: int, runtime: Judged) -> None:
         self.limit = 0  # of a request's tokens: set when the engine is there
         self._runtime = runtime
         self._rng = np.random.default_rng([seed, 2])
@@ -442,7 +542,8 @@ class Guesses:
             return draft
         request = sequence.request
         if request.id not in self._answers:
-            self._answers[request.id] = answer_alone(request, self._runtime, self.limit)[0]
+            alone, _ = answer_alone(request, self._runtime, self.limit)
+            self._answers[request.id] = [sampled.token for sampled in alone]
         right = self._answers[request.id][len(sequence.generated) :][:most]
         if kind < 0.65:
             right = right[: int(self._rng.integers(0, most + 1))]
@@ -459,13 +560,14 @@ class Guesses:
         pass
 
 
-def _faults(rng: np.random.Generator) -> Callable[[Batch], None]:
-    """Draws how often forwards fail: never in two thirds of the schedules."""
+def _faults(rng: np.random.Generator, seed: int) -> Callable[[Batch], None]:
+    """Draws how often forwards fail: never in two thirds of the schedules. Some failures lose the pools."""
     fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
+    losses = np.random.default_rng([seed, 8])
 
     def fault(batch: Batch) -> None:
         if fail_rate and rng.random() < fail_rate:
-            raise Injected
+            raise Injected if losses.random() < 0.7 else PoolsLost(Injected())
 
     return fault
 
@@ -585,7 +687,7 @@ class Clock:
         return self.now
 
 
-def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[list[int], str]:
+def answer_alone(request: Request, runtime: Judged, limit: int) -> tuple[list[SampledToken], str]:
     """Returns the tokens and the reason of the end that a request gets without a cache, a batch or a pool."""
     eos = () if request.stop.ignore_eos else runtime.description.eos_token_ids
     ends = {*eos, *request.stop.stop_tokens}
@@ -593,23 +695,31 @@ def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[li
     sampler = Sampler(request.sampling, request.tokens, VOCAB, request.sampling.seed, tuple(ends))
     tokens = request.tokens.tolist()
     room = limit - len(tokens) if request.stop.max_tokens is None else request.stop.max_tokens
-    given: list[int] = []
+    given: list[SampledToken] = []
     while len(given) < room:
-        token = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32), request.adapter)).token
-        tokens.append(token)
-        if token in ends:
+        sampled = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32), request.adapter))
+        tokens.append(sampled.token)
+        if sampled.token in ends:
             return given, "stop"
-        given.append(token)
+        given.append(sampled)
     return given, "length"
 
 
-def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome, limit: int) -> None:
+def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subject: Subject) -> None:
     request, events = client.request, client.events
     outcome.requests += 1
     assert client.ended, f"{request.id} has no terminal event"
     assert sum(isinstance(event, Finished | Failed | Aborted) for event in events) == 1
-    alone, reason = answer_alone(request, runtime, limit)
+    sampled, reason = answer_alone(request, runtime, limit)
+    alone = [each.token for each in sampled]
     assert client.tokens == alone[: len(client.tokens)], f"{request.id} was given other tokens than alone"
+    given = [event.logprob for event in events if isinstance(event, TokenEvent)]
+    for ours, own in zip(given, sampled, strict=False):
+        assert (ours is None) == (own.logprob is None)
+        if ours is not None and own.logprob is not None:
+            assert math.isclose(
+                ours.logprob, own.logprob.logprob, abs_tol=subject.log_probability_error or 0.0
+            ), f"{request.id} was given other probabilities than alone"
     match events[-1]:
         case Finished() as finished:
             outcome.finished += 1
@@ -631,5 +741,6 @@ def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome, limit: int) -
             outcome.aborted += 1
         case Failed(_, error):
             outcome.failed += 1
-            assert isinstance(error, StepFailed)
-            assert isinstance(error.cause, Injected), f"{request.id} failed for another reason: {error}"
+            outcome.failed_by_lost_pools += isinstance(error, PoolsLost)
+            assert isinstance(error, StepFailed | PoolsLost)
+            assert subject.is_injected(error.cause), f"{request.id} failed for another reason: {error}"

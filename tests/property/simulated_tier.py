@@ -39,6 +39,9 @@ from rootstock.tiers.disk.record import difference
 from rootstock.tiers.reader import LoadEnded, LoadTask
 from rootstock.tiers.writer import Done, PutResult, Queued
 
+RecordCheck = Callable[[Record], None]
+"""Asserts that a record has the content that its identity names."""
+
 
 @dataclass
 class Failing:
@@ -59,9 +62,10 @@ class Failing:
 class SimulatedTier:
     """Tier that keeps copies of its records through restarts, as a disk does."""
 
-    def __init__(self, rng: np.random.Generator, failing: Failing) -> None:
+    def __init__(self, rng: np.random.Generator, failing: Failing, check: RecordCheck) -> None:
         self._rng = rng
         self._failing = failing
+        self._check = check
         self._records: dict[RecordKey, tuple[Identity, bytes]] = {}
         self.gone: Callable[[Sequence[RecordKey]], None] = lambda keys: None
         self.state: TierState = Ready()
@@ -77,7 +81,7 @@ class SimulatedTier:
             del self._records[key]
             self._failing.gone += 1
             self.gone([key])
-        _check_content(record)
+        self._check(record)
         if self._rng.random() < self._failing.stores:
             self._failing.refused += 1
             return NotStored(Refusal.FAILED)
@@ -137,7 +141,7 @@ def _loaded(views: Sequence[memoryview], payload: bytes) -> Loaded:
     return Loaded(tuple(views))
 
 
-def _check_content(record: Record) -> None:
+def check_oracle_record(record: Record) -> None:
     """Checks a record against its identity: the oracle's blocks and states hold their tokens and positions."""
     identity = record.identity
     if identity.kind is Kind.STATE:

@@ -35,18 +35,9 @@ from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import (
-    BLOCK_SIZE,
-    BLOCKS,
-    Dense,
-    allocate,
-    load,
-    mixed_steps,
-    packed_logits,
-    random_tokens,
-    small_cache,
-)
-from twins.reference import largest_difference
+from twins.driving import BLOCK_SIZE, BLOCKS, allocate, mixed_steps, packed_logits, random_tokens, small_cache
+from twins.torch_models import Dense, load
+from twins.twin import largest_difference
 from twins.ways import Ran, resumed_anywhere
 
 GREEDY_TOKENS = 64

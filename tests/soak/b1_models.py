@@ -35,8 +35,10 @@ from checkpoints import save
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG, OWN_PIECES_ARE_WRONG, REFUSED, VOCAB
-from twins.driving import allocate, load, random_tokens
-from twins.reference import Reference, largest_difference
+from twins.driving import allocate, random_tokens
+from twins.reference import Reference
+from twins.torch_models import load
+from twins.twin import largest_difference
 from twins.ways import WAYS
 
 LENGTHS = (60, 33, 45, 23)

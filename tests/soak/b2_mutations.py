@@ -1,30 +1,20 @@
-"""B2: mutations of the package's code, each of which must be caught.
+"""B2: mutations of the package's code on the torch runtime, each of which must be caught (mutations.py).
 
-Every mutation changes one thing at run time: drops the sinks, widens a window by one position, forgets to restore a
-state, … A tiny model that needs the changed code is loaded with the mutation: the self-check should refuse the model
-or fall back to an execution mode that does not use the code. The tests of tests/twins also run, with the mutation, on
-a model that was loaded without it. A mutation is caught if either of the two notices it. Both results are reported.
-
-The same models without a mutation must load as expected, and pass the same tests before and after.
+A mutation drops the sinks, widens a window by one position, forgets to restore a state, …
 """
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from common import conclude, exactly
+from mutations import Mutation, Subject, nothing, show_mutations
 from ties import run_quietly
 
-from checkpoints import save
 from rootstock.cache.admission import Admission
 from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
@@ -41,33 +31,11 @@ from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.state_pool import StateCache, StatePool
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
-from twins import test_twins
-from twins.driving import load
-from twins.test_twins import Twin, twin_in
+from twins import ways
+from twins.test_twins import twin_in
+from twins.torch_models import load
 
-TESTS: tuple[Callable[[Twin], None], ...] = (
-    test_twins.test_any_mixture_of_four_sequences_gives_the_models_own_logits,
-    test_twins.test_a_prefill_cut_anywhere_gives_the_models_own_logits,
-    test_twins.test_every_checkpoint_can_be_resumed_repeatedly,
-    test_twins.test_the_cache_resumes_at_every_checkpoint_that_it_left,
-    test_twins.test_evicted_prefixes_are_computed_again_and_right,
-    test_twins.test_requests_that_share_prefixes_are_served_as_if_alone,
-)
-
-
-@dataclass(frozen=True)
-class Mutation:
-    mistake: str
-    model_type: str  # of a model that needs the changed attributes
-    changed: tuple[tuple[Any, str], ...]  # objects and their attributes
-    change: Callable[[Any], Any]  # from the right attribute to the wrong one
-
-    @contextmanager
-    def made(self) -> Iterator[None]:
-        with ExitStack() as patches:
-            for owner, name in self.changed:
-                patches.enter_context(patch.object(owner, name, self.change(getattr(owner, name))))
-            yield
+WAYS = (ways.batch, ways.chunked, ways.resumed, ways.cached, ways.readmitted, ways.served)
 
 
 # ------------------------------------------------------------------------------------------------ the changes
@@ -110,10 +78,6 @@ def wider(by: int) -> Callable[[TokenFamily], TokenFamily]:
 
 def chunk_as_window(family: TokenFamily) -> TokenFamily:
     return SlidingWindow(1, 1, family.chunk) if isinstance(family, ChunkedAttention) else family
-
-
-def nothing(right: Any) -> Any:
-    return lambda *args, **kwargs: None
 
 
 def constant(value: Any) -> Callable[[Any], Any]:
@@ -344,78 +308,10 @@ MUTATIONS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------- the checks
-
-
-def self_check_says(mutation: Mutation, directory: Path, mode: str) -> str:
-    """Loads the model with the mutation. Returns the reaction of the self-check, "" for none."""
-    with mutation.made():
-        try:
-            described = load(directory).description
-        except Exception as refusal:
-            return f"refused ({type(refusal).__name__})"
-    return "" if described.execution_mode == mode else f"fell back to {described.execution_mode!r}"
-
-
-def failing_test(mutation: Mutation, twin: Twin) -> str:
-    """Returns the first test that fails with the mutation, on a model that was loaded without it."""
-    with mutation.made():
-        return first_failure(twin, TESTS)
-
-
-def first_failure(twin: Twin, tests: Sequence[Callable[[Twin], None]]) -> str:
-    for test in tests:
-        try:
-            test(twin)
-        except Exception as error:
-            return f"{test.__name__} ({type(error).__name__})"
-    return ""
-
-
-def control(twin: Twin, broken: dict[str, str]) -> None:
-    """Checks that all tests pass without a mutation."""
-    failure = first_failure(twin, (test_twins.test_the_loader_finds_the_families_of_a_model, *TESTS))
-    if failure:
-        broken[twin.model_type] = failure
-        print(f"{twin.model_type:16} CONTROL FAILS: {failure}", flush=True)
-
-
-def main() -> None:
-    run_quietly()
-    began = time.monotonic()
-    by_self_check, by_tests, missed = 0, 0, []
-    broken: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model_type in dict.fromkeys(mutation.model_type for mutation in MUTATIONS):
-            directory = save(Path(folder) / model_type, model_type)
-            twin = twin_in(directory, model_type)
-            control(twin, broken)
-            for mutation in (each for each in MUTATIONS if each.model_type == model_type):
-                said = self_check_says(mutation, directory, twin.runtime.description.execution_mode)
-                failed = failing_test(mutation, twin)
-                by_self_check, by_tests = by_self_check + bool(said), by_tests + bool(failed)
-                if not (said or failed):
-                    missed.append(mutation.mistake)
-                print(
-                    f"{model_type:16} {mutation.mistake:56} self-check: {said or 'nothing'}; "
-                    f"tests: {failed or 'nothing'}",
-                    flush=True,
-                )
-            control(twin, broken)  # rows that mutations left in the pools change nothing
-    conclude(
-        "B2",
-        {
-            "mutations": len(MUTATIONS),
-            "caught": len(MUTATIONS) - len(missed),
-            "by_self_check": by_self_check,
-            "by_tests": by_tests,
-            "missed": missed,
-            "broken_controls": broken,
-            "seconds": round(time.monotonic() - began, 1),
-        },
-        {"caught": exactly(len(MUTATIONS)), "broken_controls": exactly({})},
-    )
+def mode_of(directory: Path, model_type: str) -> str:
+    return load(directory).description.execution_mode
 
 
 if __name__ == "__main__":
-    main()
+    run_quietly()
+    show_mutations("B2", Subject(twin_in, mode_of, WAYS), MUTATIONS, least=35)

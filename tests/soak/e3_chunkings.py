@@ -47,10 +47,12 @@ from ties import ALLOWED, Measured, figures_of, judged, run_quietly
 from checkpoints import save
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings
-from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG
+from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG, VOCAB
 from twins.chunkings import LONGEST, Prompts
-from twins.driving import allocate, load
-from twins.reference import Reference, largest_difference
+from twins.driving import allocate
+from twins.reference import Reference
+from twins.torch_models import load
+from twins.twin import largest_difference
 from twins.ways import Ran
 
 LEAST_OF_NOISE = 8  # tokens of a sequence over which noise is measured: it is decoded from an eighth on
@@ -97,7 +99,7 @@ def measured_of(model_type: str) -> Chunked:
 def measure(model_type: str, draw: int) -> Chunked:
     measured, began = Chunked(model_type), time.monotonic()
     coverage = EVERYTHING if model_type in OWN_DECODES_ARE_WRONG else SPREAD
-    prompts = Prompts.drawn(draw)
+    prompts = Prompts.drawn(draw, VOCAB)
     with tempfile.TemporaryDirectory() as folder:
         directory = save(Path(folder) / model_type, model_type)
         try:

@@ -23,8 +23,7 @@ from rootstock.engine.request import (
     ResolvedSampling,
     TokenEvent,
 )
-from rootstock.runtime.torch.runner import TorchRuntime
-from twins.architectures import VOCAB
+from rootstock.runtime.base import Runtime
 from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, random_tokens, small_cache
 from twins.ways import Ran, pieces
 
@@ -42,16 +41,16 @@ class Prompts:
     other: Tokens  # another token at each position
 
     @classmethod
-    def drawn(cls, seed: int) -> Prompts:
-        base, shift = (random_tokens(VOCAB, LONGEST + ANSWER_TOKENS, seed + i) for i in (0, 1))
-        return cls(base, (3 + (base - 3 + shift % (VOCAB - 4) + 1) % (VOCAB - 3)).astype(np.int32))
+    def drawn(cls, seed: int, vocab: int) -> Prompts:
+        base, shift = (random_tokens(vocab, LONGEST + ANSWER_TOKENS, seed + i) for i in (0, 1))
+        return cls(base, (3 + (base - 3 + shift % (vocab - 4) + 1) % (vocab - 3)).astype(np.int32))
 
     def parting(self, position: int, length: int) -> Tokens:
         """Returns a prompt that equals the base up to `position` and differs from there on."""
         return np.concatenate([self.base[:position], self.other[position:length]])
 
 
-def every_chunk(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int]) -> Iterator[Ran]:
+def every_chunk(runtime: Runtime, prompts: Prompts, lengths: Sequence[int]) -> Iterator[Ran]:
     """Cuts each length into chunks of each size from 1 to itself, with other sizes in the same forwards."""
     for length in lengths:
         sizes = range(1, length + 1)
@@ -61,7 +60,7 @@ def every_chunk(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int])
 
 
 def compositions(
-    runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], of_each: int, seed: int
+    runtime: Runtime, prompts: Prompts, lengths: Sequence[int], of_each: int, seed: int
 ) -> Iterator[Ran]:
     """Cuts each length at a random share of its positions."""
     random = np.random.default_rng(seed)
@@ -73,7 +72,7 @@ def compositions(
 
 
 def through_the_cache(
-    runtime: TorchRuntime, prompts: Prompts, length: int, positions: Sequence[int]
+    runtime: Runtime, prompts: Prompts, length: int, positions: Sequence[int]
 ) -> Iterator[Ran]:
     """Runs a prompt cold with a checkpoint at a position, then one that parts there, then the first prompt twice:
     from the deepest checkpoint, and from the token before the end. Each position has a cache of its own."""
@@ -101,7 +100,7 @@ class Served:
 class _Engine:
     """Engine that serves four requests at a time on a cache of its own."""
 
-    def __init__(self, runtime: TorchRuntime, cache: KVCache, chunk_tokens: int) -> None:
+    def __init__(self, runtime: Runtime, cache: KVCache, chunk_tokens: int) -> None:
         self._cache = cache
         self._scored = Scored(runtime, self._cache)
         config = EngineConfig(max_batch=4, chunk_tokens=chunk_tokens, idle_chunk_tokens=chunk_tokens)
@@ -129,7 +128,7 @@ class _Engine:
         return Served(ran, self._cache.counters.preemptions, self.answers)
 
 
-def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chunk_tokens: int) -> Served:
+def served(runtime: Runtime, prompts: Prompts, lengths: Sequence[int], chunk_tokens: int) -> Served:
     """Serves each prompt cold, in a namespace of its own; again; after its own prefixes; and parting from them. Then
     serves it with its answer and more tokens, in the namespace that decoded the answer and in a new one."""
     cache = small_cache(runtime, 2 * (max(lengths) + 2 * ANSWER_TOKENS))
@@ -148,7 +147,7 @@ def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chun
     return engine.served()
 
 
-def preempted(runtime: TorchRuntime, prompts: Prompts, chunk_tokens: int) -> Served:
+def preempted(runtime: Runtime, prompts: Prompts, chunk_tokens: int) -> Served:
     """Serves four requests in too little room, and then each alone. After a preemption, decoded tokens are
     prefilled."""
     families = runtime.description.families
@@ -165,7 +164,7 @@ def preempted(runtime: TorchRuntime, prompts: Prompts, chunk_tokens: int) -> Ser
     return engine.served()
 
 
-def _together(runtime: TorchRuntime, tokens: Tokens, cuts: Sequence[Sequence[int]]) -> Iterator[Ran]:
+def _together(runtime: Runtime, tokens: Tokens, cuts: Sequence[Sequence[int]]) -> Iterator[Ran]:
     """Runs the same tokens once for each list of cuts, as many sequences in one forward as the pools hold."""
     for first in range(0, len(cuts), _BATCH):
         hand = ByHand(runtime)

@@ -3,115 +3,29 @@ every row."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
 from rootstock.cache.lease import Admitted, Lease, LeaseId, ReleaseReason
-from rootstock.cache.plan import BlockCopy, Plan, StateCopy
+from rootstock.cache.plan import BlockCopy, Plan, RowPart, StateCopy
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
-from rootstock.config import ModelConfig
-from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
-from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
-from rootstock.runtime.torch.runner import TorchRuntime, load_model
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 
 BLOCK_SIZE = 8
 BLOCKS = 160
 SLOTS = 40  # of recurrent states
 
 
-def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
-    """Loads a model by the real loader, on one thread.
-
-    The environment chooses the kernels: `tests/soak/d8_every_kernel.py` runs the same tests with each of them.
-    """
-    config = ModelConfig(
-        str(directory),
-        dtype=dtype,
-        device="cpu",
-        threads=1,
-        **options,
-        attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
-    )
-    if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
-        # No option of the server switches fusion off: only tests compare a model with and without it.
-        with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
-            return load_model(config)
-    return load_model(config)
-
-
-class Dense:
-    """Reference: the model as transformers runs it, read from the same files.
-
-    `attention` is transformers' name of an implementation: "eager" is the modelling file's own.
-    """
-
-    def __init__(
-        self, directory: Path, dtype: torch.dtype = torch.float32, attention: str | None = None
-    ) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention
-        ).eval()
-        known = inspect.signature(type(self.model).forward).parameters
-        self._takes_positions = "position_ids" in known
-        self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
-
-    def logits(self, tokens: Tokens) -> NDArray[np.float32]:
-        """Computes [tokens, vocab] in one pass."""
-        with torch.inference_mode():
-            ids = torch.from_numpy(tokens.astype(np.int64))[None]
-            logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()
-        return logits
-
-    def cached_logits(self, sequences: NDArray[np.int32], cuts: Sequence[int]) -> NDArray[np.float32]:
-        """Runs [sequences, tokens] in pieces with the model's own cache. Returns [sequences, tokens, vocab].
-
-        0 < cuts < tokens.
-        """
-        ids = torch.from_numpy(sequences.astype(np.int64))
-        rows, cache = [], {}
-        with torch.inference_mode():
-            for start, end in itertools.pairwise([0, *cuts, ids.shape[1]]):
-                positions = {"position_ids": torch.arange(start, end)[None]} if self._takes_positions else {}
-                output = self.model(ids[:, start:end], use_cache=True, **positions, **cache)
-                cache = {self._cache_name: getattr(output, self._cache_name)}
-                rows.append(output.logits.float().numpy())
-        return np.concatenate(rows, axis=1)
-
-    def greedy(self, prompt: Tokens, tokens: int) -> list[int]:
-        """Returns the tokens of `generate` with its own cache. End-of-sequence is ignored."""
-        with torch.inference_mode():
-            ids = torch.from_numpy(prompt.astype(np.int64))[None]
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        followed: list[int] = out[0, len(prompt) :].tolist()
-        return followed
-
-
 def random_tokens(vocab_size: int, length: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(3, vocab_size, length).astype(np.int32)
 
 
-def allocate(runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
+def allocate(runtime: Runtime, block_size: int = BLOCK_SIZE) -> None:
     """Allocates pools for a budget that pays for BLOCKS or SLOTS rows of every family."""
     families = runtime.description.families
     budget = pool_bytes(families, block_size)
@@ -155,7 +69,7 @@ class ByHand:
     Blocks that a family does not need any more are released in the table at once, as the cache does.
     """
 
-    def __init__(self, runtime: TorchRuntime, seed: int = 7, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, runtime: Runtime, seed: int = 7, block_size: int = BLOCK_SIZE) -> None:
         random = np.random.default_rng(seed)
         self.runtime = runtime
         self.block_size = block_size
@@ -172,19 +86,48 @@ class ByHand:
         tables = [self._take(family, len(tokens)) for family in range(len(self._tokens))]
         return Running(tokens, tables, self._take_slot())
 
-    def step(self, work: Mapping[Running, int]) -> None:
-        """Computes so many tokens of each sequence in one forward, and gives each its rows' logits."""
+    def step(self, work: Mapping[Running, int], scored: Mapping[Running, int] | None = None) -> None:
+        """Computes so many tokens of each sequence in one forward, and gives each its rows' logits.
+
+        `scored`: the last rows of each sequence that have logits; None: all.
+        """
+        kept = work if scored is None else scored
         segments = [
-            Segment(r.tokens[r.past : r.past + new], r.past, r.tables, new, r.state)
+            Segment(r.tokens[r.past : r.past + new], r.past, r.tables, kept[r], r.state)
             for r, new in work.items()
         ]
         logits, row = self.runtime.forward(Batch(segments)), 0
         for running, new in work.items():
             if running.past:
                 running.cuts.append(running.past)
-            running.logits.append(logits[row : row + new])
-            running.past, row = running.past + new, row + new
+            running.logits.append(logits[row : row + kept[running]])
+            running.past, row = running.past + new, row + kept[running]
             self._release_behind(running.tables, running.past)
+
+    def move(self, running: Running) -> None:
+        """Moves a sequence to other rows, as bytes that a tier would have kept."""
+        tables = []
+        for family, table in enumerate(running.tables):
+            others = self._take(family, len(running.tokens))
+            for index, first in enumerate(range(0, running.past, self.block_size)):
+                if table[index] == NO_BLOCK:
+                    others[index] = NO_BLOCK
+                else:
+                    tokens = min(self.block_size, running.past - first)
+                    self._move(RowPart(family, int(table[index]), tokens), int(others[index]))
+            tables.append(others)
+        running.tables = tuple(tables)
+        if self.has_state and running.past:
+            state = self._take_slot()
+            self._move(RowPart(len(self._tokens), int(running.state), 0), int(state))
+            running.state = state
+
+    def _move(self, part: RowPart, row: int) -> None:
+        target = replace(part, row=row)
+        buffers = self.runtime.buffers(target)
+        for buffer, kept in zip(buffers, self.runtime.read(part), strict=True):
+            buffer[:] = kept
+        self.runtime.place(target, buffers)
 
     def keep(self, running: Running) -> Kept:
         """Makes a checkpoint at the sequence's current position."""
@@ -229,7 +172,7 @@ class ByHand:
 
 
 def packed_logits(
-    runtime: TorchRuntime, sequences: Sequence[Tokens], steps: Sequence[Mapping[int, int]]
+    runtime: Runtime, sequences: Sequence[Tokens], steps: Sequence[Mapping[int, int]]
 ) -> list[Logits]:
     """Runs steps, each a mapping of sequences to numbers of tokens. Returns [tokens, vocab] of each sequence."""
     hand = ByHand(runtime)
@@ -264,7 +207,7 @@ class Hit:
     logits: Logits  # [prompt - tokens, vocab]
 
 
-def small_cache(runtime: TorchRuntime, tokens: int | None, block_size: int = BLOCK_SIZE) -> KVCache:
+def small_cache(runtime: Runtime, tokens: int | None, block_size: int = BLOCK_SIZE) -> KVCache:
     """Makes a cache whose budget pays for so many tokens in every family, and for as many states as blocks.
     Without `tokens` it pays for all rows of `allocate`."""
     families = runtime.description.families
@@ -286,7 +229,7 @@ class OfLease:
 class Scored:
     """Runtime that scores every row and keeps the logits by lease, also of rows that the engine does not ask for."""
 
-    def __init__(self, runtime: TorchRuntime, cache: KVCache) -> None:
+    def __init__(self, runtime: Runtime, cache: KVCache) -> None:
         self._runtime = runtime
         self._cache = cache
         self._cuts: dict[bytes, list[int]] = {}  # tokens of a prefix → where its computation was cut
@@ -338,9 +281,7 @@ class Scored:
 class Cached:
     """Runner of one prompt after the other through the real cache: match, admit, extend, forward, commit, release."""
 
-    def __init__(
-        self, runtime: TorchRuntime, block_size: int = BLOCK_SIZE, *, tokens: int | None = None
-    ) -> None:
+    def __init__(self, runtime: Runtime, block_size: int = BLOCK_SIZE, *, tokens: int | None = None) -> None:
         described = runtime.description
         self.cache = small_cache(runtime, tokens, block_size)
         self._runtime = runtime

@@ -11,7 +11,7 @@ import copy
 import importlib
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,23 @@ def module_of(name: str) -> str:
     return name.partition(",")[0]
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """Returns the configuration with the fields that the architecture knows."""
+def config_of(name: str, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the configuration with the fields that the architecture knows. `sizes`: fields to use instead."""
     kind = module_of(name)
     arguments = importlib.import_module(f"mlx_lm.models.{kind}").ModelArgs
     known = inspect.signature(arguments).parameters
     fields = {"model_type": kind} | COMMON | copy.deepcopy((ARCHITECTURES | UNTESTED)[name])
+    fields.get("text_config", fields).update(sizes or {})
     return {field: value for field, value in fields.items() if field in known or field == "model_type"}
 
 
-def build(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """Builds a model of `ARCHITECTURES` or `UNTESTED`."""
+def build(
+    name: str, seed: int = 0, dtype: mx.Dtype = mx.float32, *, sizes: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Builds a model of `ARCHITECTURES` or `UNTESTED`. `sizes`: fields of the configuration to use instead."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(name)}")
     mx.random.seed(seed)
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config_of(name, sizes)))
     weights = [
         (key, (1.5 * weight + 0.2 * mx.random.normal(weight.shape)).astype(dtype))
         for key, weight in tree_flatten(model.parameters())

@@ -46,8 +46,8 @@ def random_tokens(length: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(4, VOCAB, length).astype(np.int32)
 
 
-def load(directory: Path) -> MlxRuntime:
-    return load_model(ModelConfig(str(directory), dtype="float32", runtime="mlx"))
+def load(directory: Path, **options: Any) -> MlxRuntime:
+    return load_model(ModelConfig(str(directory), dtype="float32", runtime="mlx", **options))
 
 
 @dataclass

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
 from twins.architectures import OWN_DECODES_ARE_WRONG, OWN_PIECES_ARE_WRONG
-from twins.driving import Dense
+from twins.torch_models import Dense
+from twins.twin import largest_difference
 from twins.ways import Ran, random_cuts
 
 
@@ -73,9 +74,3 @@ class Reference:
                 # Products of one row are summed in another order than those of many: the first also runs alone.
                 yield largest_difference(self._dense.cached_logits(together[:1], cuts), expected[:1])
                 yield largest_difference(self._dense.cached_logits(together, cuts), expected)
-
-
-def largest_difference(ours: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Returns the largest absolute difference, and infinity if any value is not finite."""
-    difference = float(np.abs(ours - expected).max())
-    return difference if np.isfinite(difference) else float("inf")

@@ -13,14 +13,11 @@ import torch
 from checkpoints import save
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.base import ExecutionMode
-from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings, ways
-from twins.architectures import VOCAB
-from twins.driving import allocate, load, random_tokens
-from twins.reference import Reference, largest_difference
-
-PROMPTS = chunkings.Prompts.drawn(0)
-TOLERANCE = 1e-3  # of the standard deviation of the logits
+from twins.driving import allocate
+from twins.reference import Reference
+from twins.torch_models import load
+from twins.twin import Twin
 
 TOKEN_WISE: ExecutionMode = "packed, token-wise mixers"
 SEQUENTIAL: ExecutionMode = "one sequence per forward"
@@ -68,31 +65,10 @@ ALONE = {
 EXPECTED = FULL | WINDOWS | CHANGED_ON_THE_WAY | STATES | ALONE
 
 
-@dataclass(frozen=True)
-class Twin:
-    model_type: str
-    runtime: TorchRuntime
-    reference: Reference
-
-    def assert_agrees(self, way: ways.Way) -> None:
-        sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((33, 22, 14, 9))]
-        for ran in way(self.runtime, sequences):
-            self.assert_right(ran)
-
-    def assert_right(self, ran: ways.Ran) -> None:
-        expected = self.reference.logits(ran.tokens)
-        assert largest_difference(ran.logits, expected[ran.first :]) <= TOLERANCE * float(expected.std())
-
-    def assert_steady(self, served: chunkings.Served) -> None:
-        for ran in served.ran:
-            self.assert_right(ran)
-        assert all(len(answers) == 1 for answers in served.answers.values())
-
-
 def twin_in(directory: Path, model_type: str) -> Twin:
     runtime = load(save(directory, model_type))
     allocate(runtime)
-    return Twin(model_type, runtime, Reference(model_type, directory))
+    return Twin(model_type, runtime, Reference(model_type, directory).logits)
 
 
 @pytest.fixture(scope="module", params=EXPECTED)
@@ -140,22 +116,32 @@ def test_requests_that_share_prefixes_are_served_as_if_alone(twin: Twin) -> None
 
 
 @pytest.mark.behaviour(23)
+def test_rows_without_logits_change_nothing(twin: Twin) -> None:
+    twin.assert_agrees(ways.unscored)
+
+
+@pytest.mark.behaviour(23)
+def test_rows_that_move_as_bytes_stay_the_same(twin: Twin) -> None:
+    twin.assert_agrees(ways.moved)
+
+
+@pytest.mark.behaviour(23)
 def test_chunks_of_every_size_give_the_models_own_logits(twin: Twin) -> None:
     """Cuts lengths so that a remainder of every size occurs, above all of one token."""
-    for ran in chunkings.every_chunk(twin.runtime, PROMPTS, (1, 2, 7, 10)):
+    for ran in chunkings.every_chunk(twin.runtime, twin.prompts, (1, 2, 7, 10)):
         twin.assert_right(ran)
 
 
 @pytest.mark.behaviour(23)
 def test_parting_and_repeated_prompts_give_the_models_own_logits(twin: Twin) -> None:
-    for ran in chunkings.through_the_cache(twin.runtime, PROMPTS, 19, (1, 12, 18)):
+    for ran in chunkings.through_the_cache(twin.runtime, twin.prompts, 19, (1, 12, 18)):
         twin.assert_right(ran)
 
 
 @pytest.mark.behaviour(23, 48)
 @pytest.mark.parametrize("chunk_tokens", [1, 3])
 def test_answers_depend_neither_on_chunks_nor_on_the_cache(twin: Twin, chunk_tokens: int) -> None:
-    served = chunkings.served(twin.runtime, PROMPTS, (2, 10), chunk_tokens)
+    served = chunkings.served(twin.runtime, twin.prompts, (2, 10), chunk_tokens)
     twin.assert_steady(served)
 
 
@@ -164,7 +150,7 @@ def test_answers_depend_neither_on_chunks_nor_on_the_cache(twin: Twin, chunk_tok
     "twin", ["llama", "gemma2", "qwen3_next", "falcon_h1", "nemotron_h", "zamba2"], indirect=True
 )
 def test_answers_do_not_depend_on_preemption(twin: Twin) -> None:
-    served = chunkings.preempted(twin.runtime, PROMPTS, chunk_tokens=3)
+    served = chunkings.preempted(twin.runtime, twin.prompts, chunk_tokens=3)
     assert served.preemptions
     twin.assert_steady(served)
 

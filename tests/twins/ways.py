@@ -14,8 +14,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed
-from rootstock.runtime.torch.runner import TorchRuntime
-from twins.architectures import VOCAB
+from rootstock.runtime.base import Runtime
 from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
 
 LONGEST_PIECE = 13
@@ -35,16 +34,16 @@ class Ran:
         return len(self.tokens) - len(self.logits)
 
 
-Way = Callable[[TorchRuntime, Sequence[Tokens]], Iterator[Ran]]
+Way = Callable[[Runtime, Sequence[Tokens]], Iterator[Ran]]
 
 
-def whole(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def whole(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Runs each in one forward."""
     for tokens in sequences:
         yield _alone(ByHand(runtime), tokens, ())
 
 
-def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def chunked(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Runs each in random pieces, and prefilled and then decoded."""
     hand = ByHand(runtime)
     for seed, tokens in enumerate(sequences):
@@ -52,7 +51,7 @@ def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]
         yield _alone(hand, tokens, range(len(tokens) // 2, len(tokens)))
 
 
-def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def batch(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Runs all in packed mixtures of pieces and decodes."""
     for seed in range(3):
         hand = ByHand(runtime)
@@ -63,7 +62,7 @@ def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
             yield Ran(each.tokens, np.concatenate(each.logits), each.cuts)
 
 
-def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def resumed(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Resumes from a checkpoint after every piece, kept by hand: another sequence first, and then the same one."""
     for seed, tokens in enumerate(sequences):
         hand = ByHand(runtime)
@@ -72,7 +71,7 @@ def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]
             hand.step({running: new})
             kept.append(hand.keep(running))
         for checkpoint in kept[:-1]:
-            for resuming in (_other_after(tokens, checkpoint.past, seed), tokens):
+            for resuming in (_other_after(runtime, tokens, checkpoint.past, seed), tokens):
                 run = hand.resume(checkpoint, resuming)
                 left = len(tokens) - checkpoint.past
                 for new in pieces(random_cuts(left, seed), left):
@@ -80,7 +79,7 @@ def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]
                 yield Ran(run.tokens, np.concatenate(run.logits), run.cuts)
 
 
-def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def cached(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Runs each through the real cache, which leaves checkpoints at the boundaries and is hit at each of them."""
     cache = Cached(runtime)
     for seed, tokens in enumerate(sequences):
@@ -88,7 +87,7 @@ def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
         first = cache.run(tokens, boundaries)
         yield Ran(tokens, first.logits, first.cuts)
         for position in boundaries:
-            other = cache.run(_other_after(tokens, position, seed))
+            other = cache.run(_other_after(runtime, tokens, position, seed))
             assert other.tokens == position, f"resumed at {other.tokens}, there is a checkpoint at {position}"
             yield Ran(other.prompt, other.logits, other.cuts)
         again = cache.run(tokens)
@@ -97,7 +96,7 @@ def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     cache.cache.check()
 
 
-def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def readmitted(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Runs each through a cache that holds little more than the longest of them, so that each evicts the others."""
     cache = Cached(runtime, tokens=max(map(len, sequences)) + 2 * LONGEST_PIECE)
     random = np.random.default_rng(0)
@@ -110,7 +109,7 @@ def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[R
     assert cache.cache.stats().evicted_blocks or cache.cache.stats().checkpoints_evicted
 
 
-def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+def served(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Serves four requests at a time that share prefixes, with room for hardly more than two; all of them twice."""
     cache = small_cache(runtime, tokens=2 * max(map(len, sequences)) + 2 * LONGEST_PIECE)
     scored = Scored(runtime, cache)
@@ -120,7 +119,10 @@ def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
         for seed, tokens in enumerate(sequences):
             cuts = random_cuts(len(tokens), 80 + seed)
             boundaries = tuple(Boundary(position, CheckpointKind.USER) for position in cuts)
-            for prompt in (tokens, *(_other_after(tokens, position, seed) for position in cuts[::2])):
+            for prompt in (
+                tokens,
+                *(_other_after(runtime, tokens, position, seed) for position in cuts[::2]),
+            ):
                 engine.submit(greedy(prompt, ANSWER_TOKENS, boundaries=boundaries), events.append)
         while engine.step():
             pass
@@ -131,11 +133,41 @@ def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     assert cache.stats().hit_tokens
 
 
-def resumed_anywhere(runtime: TorchRuntime) -> Iterator[Ran]:
+def unscored(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Runs all in the same forwards, each beginning a forward later than the one before: a piece without logits, a
+    piece whose last row has logits, and then decodes."""
+    hand = ByHand(runtime)
+    running = [hand.start(tokens) for tokens in sequences]
+    sizes = []
+    for tokens in sequences:
+        half = len(tokens) // 2
+        sizes.append([half // 2, half - half // 2, *[1] * (len(tokens) - half)])
+    for number in range(max(late + len(its) for late, its in enumerate(sizes))):
+        at = {late: number - late for late, its in enumerate(sizes) if 0 <= number - late < len(its)}
+        hand.step(
+            {running[late]: sizes[late][step] for late, step in at.items()},
+            {running[late]: min(step, 1) for late, step in at.items()},
+        )
+    for each in running:
+        yield Ran(each.tokens, np.concatenate(each.logits), each.cuts)
+
+
+def moved(runtime: Runtime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Runs all in mixtures of pieces and decodes. After each forward one sequence's rows move to others, as bytes."""
+    hand = ByHand(runtime)
+    running = [hand.start(tokens) for tokens in sequences]
+    for number, step in enumerate(mixed_steps([len(tokens) for tokens in sequences], 3, LONGEST_PIECE)):
+        hand.step({running[i]: new for i, new in step.items()})
+        hand.move(running[number % len(running)])
+    for each in running:
+        yield Ran(each.tokens, np.concatenate(each.logits), each.cuts)
+
+
+def resumed_anywhere(runtime: Runtime) -> Iterator[Ran]:
     """Resumes a prompt, through the real cache of a model with full attention, at the end of an edge, inside an edge
     and inside a block, each time with other tokens after it, and then runs the prompt once more."""
-    cache = Cached(runtime)
-    first = random_tokens(VOCAB, 6 * BLOCK_SIZE + 3, seed=20)
+    cache, vocab = Cached(runtime), runtime.description.vocab_size
+    first = random_tokens(vocab, 6 * BLOCK_SIZE + 3, seed=20)
     hit = cache.run(first)
     assert hit.tokens == 0
     yield Ran(first, hit.logits, ())
@@ -144,9 +176,9 @@ def resumed_anywhere(runtime: TorchRuntime) -> Iterator[Ran]:
         (4 * BLOCK_SIZE, 0),  # inside the edge, at the end of a block
         (2 * BLOCK_SIZE + 5, 1),  # inside the edge and inside a block
     ):
-        rest = random_tokens(VOCAB, 60, seed=22 + end)
+        rest = random_tokens(vocab, 60, seed=22 + end)
         if end < len(first):
-            rest[0] = _another(first[end])
+            rest[0] = _another(first[end], vocab)
         prompt = np.concatenate([first[:end], rest])
         hit = cache.run(prompt)
         assert (hit.tokens, hit.copies) == (end, copies)
@@ -183,13 +215,14 @@ def _alone(hand: ByHand, tokens: Tokens, cuts: Sequence[int]) -> Ran:
     return Ran(tokens, np.concatenate(running.logits), running.cuts)
 
 
-def _other_after(tokens: Tokens, position: int, seed: int) -> Tokens:
+def _other_after(runtime: Runtime, tokens: Tokens, position: int, seed: int) -> Tokens:
     """Returns a sequence of the same length that differs from `position` on."""
-    other = random_tokens(VOCAB, len(tokens), seed=1000 + seed)
+    vocab = runtime.description.vocab_size
+    other = random_tokens(vocab, len(tokens), seed=1000 + seed)
     other[:position] = tokens[:position]
-    other[position] = _another(tokens[position])
+    other[position] = _another(tokens[position], vocab)
     return other
 
 
-def _another(token: int) -> int:
-    return 3 + (token - 2) % (VOCAB - 3)
+def _another(token: int, vocab: int) -> int:
+    return 3 + (token - 2) % (vocab - 3)

@@ -446,6 +446,17 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for the rows (.jsonl) and the plot (.png).")] = Path(
         "bench/results"
     ),
+    mlx_report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Measure the MLX runtime on this Mac instead, in a new file for an issue. Sends nothing.",
+        ),
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Few and small cases of --mlx-report, also without a Mac.")
+    ] = False,
     runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: Annotated[str | None, options.DTYPE] = None,
@@ -460,6 +471,14 @@ def bench(
 
     Without --dtype, the small generated model runs in float32."""
     log_warnings()
+    if mlx_report is not None:
+        from rootstock.bench.mlx_report import FULL, SMALL, ReportConfig, run_mlx_report
+
+        if url is not None:
+            raise InvalidOption("--url", url, "left out with --mlx-report")
+        raise typer.Exit(run_mlx_report(ReportConfig(mlx_report, model, SMALL if small else FULL)))
+    if small:
+        raise InvalidOption("--small", small, "left out without --mlx-report")
 
     from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
 

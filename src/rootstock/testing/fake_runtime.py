@@ -27,6 +27,7 @@ from rootstock.cache.families import (
 )
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
+from rootstock.errors import PoolsLost
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
 from rootstock.runtime.host_memory import free_host_bytes
@@ -133,7 +134,8 @@ def _seen(
 
 
 class FakeRuntime:
-    """Oracle runtime. Calls `fault` with every batch before it runs; an exception from it fails the step."""
+    """Oracle runtime. Calls `fault` with every batch before it runs; an exception from it fails the step, and
+    PoolsLost overwrites all rows."""
 
     def __init__(
         self,
@@ -225,6 +227,12 @@ class FakeRuntime:
             pool.hashes[returned.rows] = 12345
             pool.tokens[returned.rows] = 12345
 
+    def _spoil_all(self) -> None:
+        self._states[:] = 12345
+        for pool in self._pools:
+            pool.hashes[:] = 12345
+            pool.tokens[:] = 12345
+
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
         self.adapters.add(source.fingerprint)
         return LoadedAdapter(source.fingerprint, len(source.tensors), source.scalings.rank, source.nbytes)
@@ -234,7 +242,11 @@ class FakeRuntime:
 
     def forward(self, batch: Batch) -> Logits:
         if self.fault is not None:
-            self.fault(batch)
+            try:
+                self.fault(batch)
+            except PoolsLost:
+                self._spoil_all()
+                raise
         self.forwards += 1
         self.computed_tokens += batch.new_tokens
         states = [self._write(segment) for segment in batch.segments]

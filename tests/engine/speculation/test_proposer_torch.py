@@ -13,7 +13,8 @@ from engine.speculation.test_proposer import Scripted
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.speculation.proposer import Proposer
 from tiers.helpers import Clock
-from twins.driving import load, random_tokens
+from twins.driving import random_tokens
+from twins.torch_models import load
 
 # Plain attention, windows, latents.
 MODELS = ["llama", "gemma3_text", "deepseek_v3"]

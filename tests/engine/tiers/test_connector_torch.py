@@ -16,7 +16,8 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.request import ResolvedSampling, TokenEvent
 from rootstock.tiers.base import Record, Stored
 from rootstock.tiers.disk.tier import DiskTier
-from twins.driving import load, random_tokens
+from twins.driving import random_tokens
+from twins.torch_models import load
 
 # Plain attention, windows, states beside full attention, latents.
 MODELS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]

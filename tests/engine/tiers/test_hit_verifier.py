@@ -13,6 +13,8 @@ from engine.tiered import Tiered
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted
 from rootstock.engine.tiers.hit_verifier import HitVerifier
+from rootstock.errors import PoolsLost
+from rootstock.runtime.base import Batch
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
 PROMPT = list(range(40))
@@ -141,3 +143,15 @@ def test_a_check_without_enough_memory_is_given_up(bench: Verified) -> None:
     assert set(bench.engine.stats().verified) <= {"agrees", "given up"}
     assert bench.cache.stats().cached_tokens <= before
     assert bench.cache.stats().leases == 1, "the cache was started anew"
+
+
+def test_a_check_that_loses_the_pools_empties_the_cache(bench: Verified) -> None:
+    def fault(batch: Batch) -> None:
+        bench.spoil()
+        raise PoolsLost(RuntimeError("injected"))
+
+    bench.runtime.fault = fault
+    bench.idle()
+    bench.runtime.fault = None
+    assert bench.cache.stats().cached_tokens == 0
+    assert bench.told([*PROMPT, 50, 54])[0] == bench.alone([*PROMPT, 50, 54], 3)

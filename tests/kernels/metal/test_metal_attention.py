@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,26 @@ def test_the_kernel_equals_the_reference(
         batch = make_batch(lengths, seed=order, **made)
         kernel = PagedKernel(Emulation(compiled, reversed=order), occupancy)
         assert worst_error(kernel, batch) <= TOLERANCES[batch.query.dtype]
+
+
+@pytest.mark.parametrize("occupancy", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("shared_value_dim", [0, 24], ids=["K and V", "V in K"])
+def test_pools_of_int8_equal_the_reference_on_the_numbers_that_they_mean(
+    shared_value_dim: int, occupancy: Occupancy, compiled: Path
+) -> None:
+    for order, dtype in enumerate((torch.float32, torch.bfloat16)):
+        fields: dict[str, Any] = {
+            "q_heads": 6,
+            "kv_heads": 2,
+            "head_dim": 40,
+            "block_size": 7,
+            "dtype": dtype,
+        }
+        batch = make_batch([(70, 1), (30, 5)], sinks=True, softcap=3.0, seed=order, **fields)
+        kernel = PagedKernel(Emulation(compiled, reversed=order), occupancy)
+        error = worst_error(kernel, batch, shared_value_dim=shared_value_dim, is_rounded=True)
+        assert error <= TOLERANCES[dtype]
+        assert {use.is_rounded for use in kernel.uses} == {True}
 
 
 lengths = st.lists(
@@ -209,7 +230,12 @@ def test_the_trial_at_load_tells_why_the_kernel_cannot_be_used(
         return kernel
 
     right = used(PagedKernel(Emulation(compiled)))
-    assert why_not(right, right.uses) is None
+    uses = right.uses
+    assert why_not(right, uses) is None
+    rounded = {replace(use, is_rounded=True) for use in uses}
+    assert why_not(right, rounded) is None
+    forgotten = PagedKernel(Emulation(compiled, replace={"score *= key_scale[t];": ""}))
+    assert "blocks of 7, int8 pools" in str(why_not(forgotten, rounded))
     swapped = used(
         PagedKernel(Emulation(compiled, replace={"(slot * HEADS + head) * D": "slot * HEADS * D"}))
     )
@@ -217,13 +243,16 @@ def test_the_trial_at_load_tells_why_the_kernel_cannot_be_used(
     assert told.startswith("the Metal kernel is wrong by")
     assert "6/2 heads of 32 and 32 numbers in float32, blocks of 7" in told
     broken = PagedKernel(lambda *_: fail)
-    assert why_not(broken, right.uses) == (
-        f"the Metal kernel failed for {next(iter(right.uses))}: RuntimeError: Unable to build metal library"
+    assert why_not(broken, uses) == (
+        f"the Metal kernel failed for {next(iter(uses))}: RuntimeError: Unable to build metal library: "
+        "program_source:2:5: error: unknown type"
     )
 
 
 def fail(**_: Any) -> Any:
-    raise RuntimeError("Unable to build metal library\nprogram_source:1: error")
+    raise RuntimeError(
+        "Unable to build metal library\nprogram_source:1:1: warning: unused\nprogram_source:2:5: error: unknown type"
+    )
 
 
 # ------------------------------------------------------------------------------------------ launches

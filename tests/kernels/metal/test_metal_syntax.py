@@ -35,6 +35,7 @@ typedef unsigned int uint;
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 typedef __SIZE_TYPE__ size_t;
 typedef int int32_t;
+typedef signed char int8_t;
 typedef half float16_t;
 struct bfloat16_t {
     unsigned short bits;

@@ -96,8 +96,10 @@ def make_model(kind: str) -> nn.Module:
     return model
 
 
-def run(model: nn.Module, kernel: PagedKernel | None) -> tuple[dict[str, list[ScoredRows]], MlxRuntime]:
-    layout = survey(model)
+def run(
+    model: nn.Module, kernel: PagedKernel | None, *, is_rounded: bool = False
+) -> tuple[dict[str, list[ScoredRows]], MlxRuntime]:
+    layout = survey(model).with_rounded_rows() if is_rounded else survey(model)
     description = ModelDescription(
         name="tiny",
         architecture="tiny",
@@ -118,12 +120,15 @@ def run(model: nn.Module, kernel: PagedKernel | None) -> tuple[dict[str, list[Sc
     return Trial(runtime, tokens["long"], tokens["short"]).run(), runtime
 
 
+@pytest.mark.parametrize("is_rounded", [False, True], ids=["exact", "int8"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_on_the_kernel_equals_itself_on_views_and_gathers(kind: str, compiled: Path) -> None:
+def test_a_model_on_the_kernel_equals_itself_on_views_and_gathers(
+    kind: str, is_rounded: bool, compiled: Path
+) -> None:
     model = make_model(kind)
     kernel = PagedKernel(Emulation(compiled), Occupancy(threadgroups=100, least_split=16))
-    ours, runtime = run(model, kernel)
-    without, _ = run(model, None)
+    ours, runtime = run(model, kernel, is_rounded=is_rounded)
+    without, _ = run(model, None, is_rounded=is_rounded)
     assert ours.keys() == without.keys()
     worst = 0.0
     for name, rows in without.items():
@@ -136,3 +141,4 @@ def test_a_model_on_the_kernel_equals_itself_on_views_and_gathers(kind: str, com
     has_states = any(isinstance(family, RecurrentState) for family in runtime.description.families)
     assert has_states is (kind == "qwen3_next")
     assert {use.has_sinks for use in kernel.uses} == {kind == "gpt_oss"}
+    assert {use.is_rounded for use in kernel.uses} == {is_rounded}

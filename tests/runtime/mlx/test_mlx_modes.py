@@ -109,6 +109,11 @@ def test_a_model_that_groups_its_query_heads_is_batched() -> None:
     assert "cannot be broadcast" in described.mode_reason
 
 
+def test_an_indexer_that_keeps_keys_alone_is_served() -> None:
+    described = choose(mlx_models.build("minimax_m3_vl, sparse")).description
+    assert described.execution_mode == ALONE, "it numbers the blocks of a batch by slots, not by positions"
+
+
 def test_a_mode_that_raises_is_left_for_the_next(llama: nn.Module) -> None:
     failure = ValueError("no such thing\nsecond line")
     described = choose(llama, wrong("batched", failure=failure)).description

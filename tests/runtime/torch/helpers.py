@@ -10,7 +10,8 @@ import numpy as np
 from checkpoints import VOCAB
 from rootstock.runtime.torch.kv_pool import TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import Dense, allocate, packed_logits, random_tokens
+from twins.driving import allocate, packed_logits, random_tokens
+from twins.torch_models import Dense
 
 STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]  # chunks and decodes of sequences with 40 and 21 tokens
 

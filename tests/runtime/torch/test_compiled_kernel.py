@@ -23,7 +23,7 @@ from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.torch import attention_backends, runner
 from rootstock.runtime.torch.attention_backends import compiled_for
 from runtime.torch.helpers import assert_agrees, pool_of
-from twins.driving import load
+from twins.torch_models import load
 
 CUDA = torch.device("cuda")
 

@@ -29,7 +29,7 @@ from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import cuda_graphs, runner
 from rootstock.runtime.torch.cuda_graphs import batch_sizes, decode_inputs, filled_up, size_for
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import load
+from twins.torch_models import load
 
 BLOCK_SIZE, BLOCKS = 4, 60
 

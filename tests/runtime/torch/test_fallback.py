@@ -15,7 +15,8 @@ from rootstock.runtime.torch.hooks import IMPLEMENTATION, Unexpanded
 from rootstock.runtime.torch.inspect import attention_probe, mask_pattern
 from rootstock.runtime.torch.module_parts import PartByPart
 from runtime.torch.helpers import STEPS, assert_agrees
-from twins.driving import allocate, load, packed_logits, random_tokens
+from twins.driving import allocate, packed_logits, random_tokens
+from twins.torch_models import load
 
 
 def in_parts(model: nn.Module) -> dict[str, bool]:

@@ -29,7 +29,8 @@ from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.state_pool import StateCache, StateKey, StatePool, StateShape
 from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
-from twins.driving import allocate, load, packed_logits, random_tokens
+from twins.driving import allocate, packed_logits, random_tokens
+from twins.torch_models import load
 
 HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats
 

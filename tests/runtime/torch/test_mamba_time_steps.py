@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from checkpoints import VOCAB, save
 from rootstock.runtime.torch.mamba_time_steps import _limiting
-from twins.driving import ByHand, Dense, allocate, load, random_tokens
+from twins.driving import ByHand, allocate, random_tokens
+from twins.torch_models import Dense, load
 from twins.ways import pieces
 
 TOLERANCE = 1e-3  # of the standard deviation of the logits

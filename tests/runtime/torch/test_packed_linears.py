@@ -24,7 +24,8 @@ from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.runner import load_model
 from rootstock.server.model_card import numbers_of, table_of
 from runtime.torch.helpers import STEPS
-from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+from twins.driving import allocate, packed_logits, random_tokens
+from twins.torch_models import Dense, load
 
 needs_bfloat16_units = pytest.mark.skipif(
     not packs_bfloat16(torch.device("cpu")),

@@ -21,7 +21,8 @@ from rootstock.kernels.quantized_rows import RoundedRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
-from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
+from twins.driving import BLOCK_SIZE, ByHand, allocate, mixed_steps, packed_logits, random_tokens
+from twins.torch_models import load
 
 # Plain, softcaps and windows, windows and normalised heads, sinks, states beside, modules that run alone.
 MODELS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "falcon"]

@@ -17,7 +17,8 @@ from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from runtime.torch.helpers import pool_of
-from twins.driving import ByHand, Running, allocate, load, random_tokens
+from twins.driving import ByHand, Running, allocate, random_tokens
+from twins.torch_models import load
 
 BLOCK_SIZE = 4
 # Plain attention, windows, states beside full attention, states alone, latents with an indexer.

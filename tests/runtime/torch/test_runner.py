@@ -28,7 +28,8 @@ from rootstock.errors import (
 from rootstock.runtime.base import Batch, Segment
 from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
 from runtime.torch.helpers import assert_agrees, pool_of
-from twins.driving import BLOCK_SIZE, BLOCKS, load, random_tokens
+from twins.driving import BLOCK_SIZE, BLOCKS, random_tokens
+from twins.torch_models import load
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from rootstock.kernels.torch import gathered_attention, sliced_attention
 from rootstock.runtime import trial
 from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
 from rootstock.runtime.torch.inspect import mask_pattern
-from twins.driving import load
+from twins.torch_models import load
 
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -18,6 +18,7 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
+from rootstock.errors import PoolsLost
 from rootstock.runtime.base import Batch, Runtime, Segment
 
 log = logging.getLogger(__name__)
@@ -172,6 +173,8 @@ class HitVerifier:
             self._runtime.forward(
                 Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
+        except PoolsLost:
+            raise  # every cached row is lost, not only those of this check
         except Exception:
             log.exception("a hit could not be computed anew")
             return False

@@ -24,7 +24,7 @@ MOST_ROWS = 16  # of a sequence; with more of them a gather costs less than its 
 LEAST_DIM = 8
 MOST_KEY_DIM = 576  # MLA's latents and their rotary part
 MOST_VALUE_DIM = 512
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16, mx.int8)  # of the pools; int8 with scales
 
 
 MakeKernel = Callable[[str, Sequence[str], Sequence[str], str], Any]
@@ -36,18 +36,20 @@ class LayerUse:
     """Kind of layer, for which kernels are compiled."""
 
     heads: Heads
-    dtype: mx.Dtype
+    dtype: mx.Dtype  # of the pools; of the queries if the pools are quantized
     block_size: int
     shares_values: bool  # V is the beginning of K
     has_sinks: bool
     has_softcap: bool
+    is_rounded: bool = False  # the pools are int8, with scales
 
     def __str__(self) -> str:
         heads = self.heads
         return (
             f"{heads.q_heads}/{heads.kv_heads} heads of {heads.key_dim} and {heads.value_dim} numbers"
             f" in {str(self.dtype).removeprefix('mlx.core.')}, blocks of {self.block_size}"
-            f"{', shared values' * self.shares_values}{', sinks' * self.has_sinks}{', softcap' * self.has_softcap}"
+            f"{', int8 pools' * self.is_rounded}{', shared values' * self.shares_values}"
+            f"{', sinks' * self.has_sinks}{', softcap' * self.has_softcap}"
         )
 
 
@@ -67,7 +69,9 @@ class PagedKernel:
             "rootstock_merge_splits", source.MERGE_INPUTS, source.MERGE_OUTPUTS, source.MERGE
         )
         self._occupancy = occupancy
-        self._no_sinks = mx.array([0.0])  # evaluated, because another thread may use the kernel
+        # Evaluated, because another thread may use the kernel.
+        self._no_sinks = mx.array([0.0])
+        self._no_scales = mx.array([0.0] * 8)
         self._uses: set[LayerUse] = set()
 
     @property
@@ -93,6 +97,7 @@ class PagedKernel:
         rows: StepRows,
         *,
         scale: float,
+        scales: tuple[mx.array, mx.array] | None = None,
         sinks: mx.array | None = None,
         softcap: float = 0.0,
         shared_value_dim: int = 0,
@@ -103,6 +108,7 @@ class PagedKernel:
         query   [rows, q_heads, D]
         keys    [slots, kv_heads, D]; the pool itself, contiguous: MLX would copy a view of it
         values  [slots, kv_heads, V] of the same dtype; None: the first `shared_value_dim` numbers of the keys
+        scales  of keys and of values, each [slots, kv_heads] float32, by which int8 is multiplied
         sinks   [q_heads]: an extra score in the softmax's sum; softcap 0: no soft capping
         """
         count, q_heads, key_dim = query.shape
@@ -112,10 +118,20 @@ class PagedKernel:
         assert self.serves(q_heads, kv_heads, key_dim, value_dim, 1)
         assert keys.dtype in DTYPES
         assert values is None or values.dtype == keys.dtype
+        assert (keys.dtype == mx.int8) == (scales is not None)
         assert count == len(rows.sequence_of)
         self._uses.add(
-            LayerUse(heads, keys.dtype, rows.block_size, values is None, sinks is not None, softcap != 0.0)
+            LayerUse(
+                heads,
+                keys.dtype if scales is None else query.dtype,
+                rows.block_size,
+                values is None,
+                sinks is not None,
+                softcap != 0.0,
+                scales is not None,
+            )
         )
+        key_scales, value_scales = scales or (self._no_scales, self._no_scales)
         launch = rows.launch(heads, self._occupancy)
         is_split = launch.splits > 1
         dtype = mx.float32 if is_split else query.dtype
@@ -128,6 +144,8 @@ class PagedKernel:
                 query,
                 keys,
                 keys if values is None else values,
+                key_scales,
+                value_scales,
                 rows.device_table,
                 launch.tiles,
                 launch.rows,
@@ -146,6 +164,7 @@ class PagedKernel:
                 ("L", launch.lines),
                 ("BLOCK", rows.block_size),
                 ("SEVERAL", launch.has_shared_tiles),
+                ("ROUNDED", scales is not None),
                 ("SINKS", sinks is not None),
                 ("SOFTCAP", softcap != 0.0),
                 ("SPLIT", is_split),

@@ -20,7 +20,10 @@ _CONSTANTS = f"""
     constexpr float NO_SCORE = -3e38f;  // below each score, and finite: nothing depends on how infinities are treated
 """
 
-ATTEND_INPUTS = ("query", "keys", "values", "table", "tiles", "rows", "sinks", "scale", "softcap")
+ATTEND_INPUTS = (
+    *("query", "keys", "values", "key_scales", "value_scales"),
+    *("table", "tiles", "rows", "sinks", "scale", "softcap"),
+)
 ATTEND_OUTPUTS = ("out",)
 ATTEND = (
     _CONSTANTS
@@ -85,6 +88,7 @@ ATTEND = (
 
     for (int at = from + part; at < to && mine > 0; at += STEP * parts) {
         T k[STEP][QN], v[STEP][VN];
+        float key_scale[STEP], value_scale[STEP];
 #pragma clang loop unroll(full)
         for (int t = 0; t < STEP; ++t) {
             const int position = at + t * parts;
@@ -92,6 +96,10 @@ ATTEND = (
                 const size_t slot = size_t(blocks[position / BLOCK]) * BLOCK + position % BLOCK;
                 const device T* key = keys + (slot * HEADS + head) * D + lane * QN;
                 const device T* value = values + (slot * HEADS + head) * VALUE_ROW + lane * VN;
+                if (ROUNDED) {
+                    key_scale[t] = key_scales[slot * HEADS + head];
+                    value_scale[t] = value_scales[slot * HEADS + head];
+                }
                 for (int j = 0; j < QN; ++j)
                     if (D % LANES == 0 || lane * QN + j < D)
                         k[t][j] = key[j];
@@ -116,6 +124,8 @@ ATTEND = (
                         for (int j = 0; j < QN; ++j)
                             score += q[l][j] * static_cast<float>(k[t][j]);
                         score = simd_sum(score);
+                        if (ROUNDED)
+                            score *= key_scale[t];
                         if (SOFTCAP)
                             score = softcap * metal::precise::tanh(score / softcap);
                         if (score > top[l]) {
@@ -127,8 +137,9 @@ ATTEND = (
                         }
                         const float weight = metal::fast::exp(score - top[l]);
                         sum[l] += weight;
+                        const float share = ROUNDED ? weight * value_scale[t] : weight;
                         for (int j = 0; j < VN; ++j)
-                            o[l][j] += weight * static_cast<float>(v[t][j]);
+                            o[l][j] += share * static_cast<float>(v[t][j]);
                     }
                 }
             }

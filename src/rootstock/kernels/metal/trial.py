@@ -15,35 +15,42 @@ from rootstock.kernels.metal.launch import StepRows
 from rootstock.kernels.metal.paged_attention import LayerUse, PagedKernel
 
 # (positions before, new rows) of the sequences of a step: a beginning, decodes, drafts, a context that is split
-_STEPS = (
+STEPS = (
     ((0, 1), (37, 1), (12, 1)),
     ((30, 5), (0, 16), (9, 1)),
     ((700, 1), (3, 1)),
     ((690, 3), (40, 1)),
 )
-_WINDOW = 25
+WINDOW = 25
+_MOST_CHARS = 300  # of a failure's message
 # Largest error relative to the largest number of the answer. An output is rounded to its dtype, and a device's exp
 # has a few more roundings than the host's.
-_TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 
 def why_not(kernel: PagedKernel, uses: Iterable[LayerUse]) -> str | None:
     """Returns why the kernel must not be used for layers like these, or None. `PagedKernel.uses` has those of a
     model whose forward has run."""
     for use in sorted(uses, key=str):
-        for number, lengths in enumerate(_STEPS):
-            for window in (None, _WINDOW):
+        for number, lengths in enumerate(STEPS):
+            for window in (None, WINDOW):
                 try:
-                    error = _error(kernel, use, lengths, window, seed=number)
+                    error = error_of(kernel, use, lengths, window, seed=number)
                 except Exception as failure:  # the compiler of a device may raise anything
-                    first = next(iter(str(failure).splitlines()), "")
-                    return f"the Metal kernel failed for {use}: {type(failure).__name__}: {first}"
-                if not error <= _TOLERANCES[use.dtype]:
+                    return f"the Metal kernel failed for {use}: {type(failure).__name__}: {_in_short(failure)}"
+                if not error <= TOLERANCES[use.dtype]:
                     return f"the Metal kernel is wrong by {error:.1e} for {use}"
     return None
 
 
-def _error(
+def _in_short(failure: Exception) -> str:
+    """Returns the first line of a message, and the first error of a compiler, which stands in a later line."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    errors = [line for line in lines[1:] if "error" in line]
+    return ": ".join([*lines[:1], *errors[:1]])[:_MOST_CHARS]
+
+
+def error_of(
     kernel: PagedKernel, use: LayerUse, lengths: tuple[tuple[int, int], ...], window: int | None, seed: int
 ) -> float:
     """Returns the largest error of a step's answer, relative to its largest number; infinity for a NaN."""
@@ -59,25 +66,36 @@ def _error(
     def draw(*shape: int) -> mx.array:
         return mx.array(random.standard_normal(shape, np.float32)).astype(use.dtype)
 
+    def pool(dim: int) -> tuple[mx.array, mx.array, NDArray[np.float64]]:
+        """Returns rows, their scales, and the numbers that they mean."""
+        shape = (table.size * size, heads.kv_heads)
+        if not use.is_rounded:
+            rows = draw(*shape, dim)
+            return rows, mx.ones(shape), _on_host(rows)
+        codes = random.integers(-127, 128, (*shape, dim), np.int8)
+        scales = random.uniform(0.002, 0.02, shape).astype(np.float32)
+        return mx.array(codes), mx.array(scales), codes * scales[..., None].astype(np.float64)
+
     query = draw(len(at), heads.q_heads, heads.key_dim)
-    keys = draw(table.size * size, heads.kv_heads, heads.key_dim)
-    values = None if use.shares_values else draw(table.size * size, heads.kv_heads, heads.value_dim)
+    keys, key_scales, k = pool(heads.key_dim)
+    values, value_scales, v = pool(heads.value_dim)
+    if use.shares_values:
+        value_scales, v = key_scales, k[..., : heads.value_dim]
     sinks = draw(heads.q_heads) if use.has_sinks else None
     softcap = 5.0 if use.has_softcap else 0.0
     scale = heads.key_dim**-0.5
     out = kernel.attend(
         query,
         keys,
-        values,
+        None if use.shares_values else values,
         rows,
         scale=scale,
+        scales=(key_scales, value_scales) if use.is_rounded else None,
         sinks=sinks,
         softcap=softcap,
         shared_value_dim=heads.value_dim,
     )
     answer = _on_host(out)
-    k = _on_host(keys)
-    v = k[..., : heads.value_dim] if values is None else _on_host(values)
     expected = _attended(
         _on_host(query), k, v, rows, scale, softcap, None if sinks is None else _on_host(sinks)
     )

@@ -55,10 +55,8 @@ class PoolAttention:
         rows, pool = stand_in.rows, stand_in.pool
         window = mask.window if isinstance(mask, PoolView) else rows.window(None)
         kernel, shape = self._kernel, pool.shape
-        if (
-            kernel is not None
-            and not shape.is_rounded
-            and kernel.serves(query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new)
+        if kernel is not None and kernel.serves(
+            query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new
         ):
             self.counters.by_kernel += 1
             flat = query.transpose(0, 2, 1, 3).reshape(-1, query.shape[1], query.shape[3])
@@ -68,6 +66,7 @@ class PoolAttention:
                 None if shape.shares_values else pool.values,
                 rows.paged(window),
                 scale=scale,
+                scales=pool.scales,
                 sinks=sinks,
                 shared_value_dim=shape.value_dim,
             )

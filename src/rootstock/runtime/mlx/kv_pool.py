@@ -78,12 +78,20 @@ class LayerPool:
         """Returns V as the pool holds it."""
         return self._arrays[0 if self.shape.shares_values else 1]
 
+    @property
+    def scales(self) -> tuple[mx.array, mx.array] | None:
+        """Returns the scales of K and of V, [slots, heads] each; None: the rows are not quantized."""
+        kept = self._arrays[len(self._arrays) // 2 :]
+        return (kept[0], kept[-1]) if self.shape.is_rounded else None
+
     def keys_at(self, slots: Slots) -> mx.array:
         """Returns K [slots, heads, key_dim] in the model's dtype: a view of a run of slots, a gather of others."""
         return self._at(0, slots)
 
     def values_at(self, slots: Slots) -> mx.array:
         """Returns V [slots, heads, value_dim] in the model's dtype: a view of a run of slots, a gather of others."""
+        if self.shape.value_dim == 0:
+            return mx.zeros((*self.keys_at(slots).shape[:-1], 0), self.shape.dtype)
         return self._at(0 if self.shape.shares_values else 1, slots)
 
     def _at(self, number: int, slots: Slots) -> mx.array:
@@ -134,7 +142,7 @@ class KVPool:
         }
         evaluate(self.arrays)
         self._copies_seen = 0
-        self._addresses = [_address(array) for array in self.arrays]
+        self._addresses = [address_of(array) for array in self.arrays]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -147,14 +155,14 @@ class KVPool:
 
     def count_copies(self) -> None:
         """Counts the arrays that have moved since the last call: a write copied each of them."""
-        addresses = [_address(array) for array in self.arrays]
+        addresses = [address_of(array) for array in self.arrays]
         self._copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
         self._addresses = addresses
 
     def renew(self) -> bool:
         """Makes arrays anew that cannot be evaluated. Returns whether there were any, so that rows are lost."""
         renewed = [layer.renew() for layer in self.layers.values()]
-        self._addresses = [_address(array) for array in self.arrays]
+        self._addresses = [address_of(array) for array in self.arrays]
         return any(renewed)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -239,7 +247,7 @@ ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
 ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
-def _address(array: mx.array) -> int | None:
+def address_of(array: mx.array) -> int | None:
     """Returns the address of an evaluated array's buffer, or None where it cannot be told."""
     try:
         capsule = array.__dlpack__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,7 +113,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         lambda served: MlxRuntime(model, served),
         lambda done: report("check", done),
         _metal_kernel(),
-        _why_not,
+        functools.partial(_why_not, is_rounded=config.kv_dtype == "int8"),
     )
     return MlxRuntime(model, _as_stored(served) if config.kv_dtype == "int8" else served)
 
@@ -122,9 +123,12 @@ def _metal_kernel() -> PagedKernel | None:
     return PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None
 
 
-def _why_not(kernel: PagedKernel) -> str | None:
-    """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size."""
+def _why_not(kernel: PagedKernel, is_rounded: bool) -> str | None:
+    """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size, and
+    on pools that are quantized if the server's will be."""
     served = {replace(use, block_size=size) for use in kernel.uses for size in (use.block_size, _BLOCK_SIZE)}
+    if is_rounded:
+        served |= {replace(use, is_rounded=True) for use in served}
     return why_not(kernel, served)
 
 

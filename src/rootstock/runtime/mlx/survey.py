@@ -43,17 +43,17 @@ class LayerShape:
     family: int  # index into the model's token families
     heads: int  # of K and V
     key_dim: int
-    value_dim: int
+    value_dim: int  # 0: the layer keeps K alone, as an indexer of sparse attention does
     dtype: mx.Dtype
     shares_values: bool  # the values are the keys, which are kept once
     is_rounded: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Returns shape and dtype of the tensors of one position: K, V if it is another one, and the scales of both
-        if they are quantized."""
+        """Returns shape and dtype of the tensors of one position: K, V if there is another one, and the scales of
+        both if they are quantized."""
         widths = [(self.heads, self.key_dim)]
-        if not self.shares_values:
+        if self.value_dim and not self.shares_values:
             widths.append((self.heads, self.value_dim))
         kept: list[tuple[tuple[int, ...], mx.Dtype]] = [(width, self.kept_dtype) for width in widths]
         return [*kept, *(((self.heads,), mx.float32) for _ in widths)] if self.is_rounded else kept

@@ -21,7 +21,8 @@ from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
 from rootstock.runtime.torch import memory_fit
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import allocate, load, random_tokens
+from twins.driving import allocate, random_tokens
+from twins.torch_models import load
 
 BLOCKS_EACH = 4
 LENGTHS = (17, 9, 21, 12, 5)

@@ -28,7 +28,8 @@ from rootstock.runtime.torch.step_cache import PackedCache
 from rootstock.runtime.torch.weights import read_weights
 from rootstock.runtime.trial import relative_error
 from twins.architectures import VOCAB
-from twins.driving import allocate, load, packed_logits, random_tokens
+from twins.driving import allocate, packed_logits, random_tokens
+from twins.torch_models import load
 
 CPU = torch.device("cpu")
 SIZES: dict[str, int] = {  # of models that are made without files

@@ -1,0 +1,95 @@
+"""Small checkpoints by the real loader of the torch runtime, and by transformers alone."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from rootstock.cache.types import Tokens
+from rootstock.config import ModelConfig
+from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
+from rootstock.runtime.torch.runner import TorchRuntime, load_model
+
+
+def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
+    """Loads a model by the real loader, on one thread.
+
+    The environment chooses the kernels: `tests/soak/d8_every_kernel.py` runs the same tests with each of them.
+    """
+    config = ModelConfig(
+        str(directory),
+        dtype=dtype,
+        device="cpu",
+        threads=1,
+        **options,
+        attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
+    )
+    if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
+        # No option of the server switches fusion off: only tests compare a model with and without it.
+        with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
+            return load_model(config)
+    return load_model(config)
+
+
+class Dense:
+    """Reference: the model as transformers runs it, read from the same files.
+
+    `attention` is transformers' name of an implementation: "eager" is the modelling file's own.
+    """
+
+    def __init__(
+        self, directory: Path, dtype: torch.dtype = torch.float32, attention: str | None = None
+    ) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention
+        ).eval()
+        known = inspect.signature(type(self.model).forward).parameters
+        self._takes_positions = "position_ids" in known
+        self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
+
+    def logits(self, tokens: Tokens) -> NDArray[np.float32]:
+        """Computes [tokens, vocab] in one pass."""
+        with torch.inference_mode():
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()
+        return logits
+
+    def cached_logits(self, sequences: NDArray[np.int32], cuts: Sequence[int]) -> NDArray[np.float32]:
+        """Runs [sequences, tokens] in pieces with the model's own cache. Returns [sequences, tokens, vocab].
+
+        0 < cuts < tokens.
+        """
+        ids = torch.from_numpy(sequences.astype(np.int64))
+        rows, cache = [], {}
+        with torch.inference_mode():
+            for start, end in itertools.pairwise([0, *cuts, ids.shape[1]]):
+                positions = {"position_ids": torch.arange(start, end)[None]} if self._takes_positions else {}
+                output = self.model(ids[:, start:end], use_cache=True, **positions, **cache)
+                cache = {self._cache_name: getattr(output, self._cache_name)}
+                rows.append(output.logits.float().numpy())
+        return np.concatenate(rows, axis=1)
+
+    def greedy(self, prompt: Tokens, tokens: int) -> list[int]:
+        """Returns the tokens of `generate` with its own cache. End-of-sequence is ignored."""
+        with torch.inference_mode():
+            ids = torch.from_numpy(prompt.astype(np.int64))[None]
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        followed: list[int] = out[0, len(prompt) :].tolist()
+        return followed
