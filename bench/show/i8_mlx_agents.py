@@ -1,4 +1,4 @@
-"""I8: prompt tokens that the `agents` workload computes on the MLX runtime, on the torch runtime and in mlx-lm's server.
+"""I8: prompt tokens computed of the `agents` workload, on the MLX runtime, the torch runtime and mlx-lm's server.
 
 Eight agents with one system prompt of 1,536 words, six turns of 16 to 160 new words, 32 tokens out. The models are
 tiny: one of full attention, one with recurrent states and one with sliding windows. All sides have the same weights
@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from common import argument_parser, at_most, conclude, exactly
+from common import argument_parser, conclude, exactly
 from llamas import say, write_chatting
 from neighbours import busy_s_of
 from peers import PeerProcess, free_port
