@@ -6,17 +6,17 @@ in float32, tokenizer and chat template; all answers are greedy and have 32 toke
 an end (llamas.py).
 
   mlx, torch   `rootstock serve --runtime`, defaults but for dtype, device and the memory of its cache
-  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and with its defaults ("mlx-lm, 10
-               caches")
+  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and once with its default of ten caches
 
-The least possible is what a cache would compute that can resume at every token and forgets nothing. Tokens computed
-are those of `usage`: prompt tokens less cached ones.
+Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is what a cache computes that
+resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier answer: it decodes one
+step ahead, so that its cache has an answer's last token, too.
 
 One request at a time, turn by turn over the agents, is the same load for every side. There the MLX runtime must
-compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times are only ratios of this
-CPU, where MLX has a slow BLAS: no figure of a Mac follows from them. Both MLX sides run without compiled functions
-(MLX_DISABLE_COMPILE), because on a CPU each would call a C++ compiler. A first short request is outside the time, and
-ours is run before and after mlx-lm's.
+compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times, of the wall and of the
+server's threads on the processors ("busy"), are only ratios of this CPU, where MLX has a slow BLAS: no figure of a Mac
+follows from them. Both MLX sides run without compiled functions (MLX_DISABLE_COMPILE), because on a CPU each would
+call a C++ compiler. A first short request is outside the time.
 """
 
 from __future__ import annotations
@@ -187,28 +187,23 @@ def measure(kind: str, model: Path, workload: Workload) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for at_once in (1, workload.sizes.at_once):
-        before = of("mlx", lambda: rootstock("mlx", model), at_once)
+        ours = of("mlx", lambda: rootstock("mlx", model), at_once)
         theirs = of("mlx-lm", lambda: mlx_lm_server(model, *UNLIMITED), at_once)
-        after = of("mlx", lambda: rootstock("mlx", model), at_once)
         by_torch = of("torch", lambda: rootstock("torch", model), at_once)
         prefix = f"{kind}_{'one' if at_once == 1 else 'all'}_at_once"
         figures |= {
-            f"{prefix}_least": before.least,
-            f"{prefix}_mlx": round(before.ratio, 4),
+            f"{prefix}_least": ours.least,
+            f"{prefix}_mlx": round(ours.ratio, 4),
             f"{prefix}_torch": round(by_torch.ratio, 4),
             f"{prefix}_mlx_lm": round(theirs.ratio, 4),
-            f"{prefix}_difference_to_torch": before.computed - by_torch.computed,
-            f"{prefix}_other_answers_than_torch": differences(before, by_torch),
-            f"{prefix}_other_answers_than_mlx_lm": differences(before, theirs),
-            f"{prefix}_mlx_lm_wall_times_ours": times(theirs, before, after, lambda o: o.wall_s),
-            f"{prefix}_mlx_lm_busy_times_ours": times(theirs, before, after, lambda o: o.busy_s),
+            f"{prefix}_difference_to_torch": ours.computed - by_torch.computed,
+            f"{prefix}_other_answers_than_torch": differences(ours, by_torch),
+            f"{prefix}_other_answers_than_mlx_lm": differences(ours, theirs),
+            f"{prefix}_mlx_lm_wall_times_ours": round(theirs.wall_s / ours.wall_s, 3),
+            f"{prefix}_mlx_lm_busy_times_ours": round(theirs.busy_s / ours.busy_s, 3),
         }
     by_default = of("mlx-lm, 10 caches", lambda: mlx_lm_server(model), 1)
     return figures | {f"{kind}_one_at_once_mlx_lm_by_default": round(by_default.ratio, 4)}
-
-
-def times(theirs: Outcome, before: Outcome, after: Outcome, seconds: Callable[[Outcome], float]) -> float:
-    return round(2 * seconds(theirs) / (seconds(before) + seconds(after)), 3)
 
 
 def differences(one: Outcome, other: Outcome) -> int:

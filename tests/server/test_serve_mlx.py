@@ -1,4 +1,4 @@
-"""`rootstock serve --runtime mlx` on a tiny checkpoint of mlx-lm: answers cold, warm and from the disk after a restart.
+"""`rootstock serve --runtime mlx` on a tiny checkpoint of mlx-lm: cold, warm, and from the disk after a restart.
 
 `bench/show/i2_mlx_checkpoints.py` does the same with many checkpoints.
 """
