@@ -6,17 +6,17 @@ in float32, tokenizer and chat template; all answers are greedy and have 32 toke
 an end (llamas.py).
 
   mlx, torch   `rootstock serve --runtime`, defaults but for dtype, device and the memory of its cache
-  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and once with its default of ten caches
+  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and once with its default of ten
 
-Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is what a cache computes that
-resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier answer: it decodes one
-step ahead, so that its cache has an answer's last token, too.
+Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is what a cache computes
+that resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier answer: it
+decodes one step ahead, so that its cache has an answer's last token, too.
 
 One request at a time, turn by turn over the agents, is the same load for every side. There the MLX runtime must
 compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times, of the wall and of the
-server's threads on the processors ("busy"), are only ratios of this CPU, where MLX has a slow BLAS: no figure of a Mac
-follows from them. Both MLX sides run without compiled functions (MLX_DISABLE_COMPILE), because on a CPU each would
-call a C++ compiler. A first short request is outside the time.
+server's threads on the processors ("busy"), are only ratios of this CPU, where MLX has a slow BLAS: no figure of a
+Mac follows from them. Both MLX sides run without compiled functions (MLX_DISABLE_COMPILE), because on a CPU each
+would call a C++ compiler. A first short request is outside the time.
 """
 
 from __future__ import annotations
