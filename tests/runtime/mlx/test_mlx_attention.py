@@ -326,15 +326,16 @@ class Echo:
         self, query: mx.array, keys: mx.array, values: mx.array, rows: Any, **options: Any
     ) -> mx.array:
         assert options["scale"] == SCALE
+        assert (options["scales"] is not None) == (keys.dtype == mx.int8)
         assert len(rows.sequence_of) == len(query)
         self.windows.append((rows.ends - rows.first).tolist())
         return query[..., :VALUE_DIM]
 
 
 @pytest.mark.parametrize(
-    ("longest", "is_rounded", "is_used"), [(4, False, True), (9, False, False), (4, True, False)]
+    ("longest", "is_rounded", "is_used"), [(4, False, True), (9, False, False), (4, True, True)]
 )
-def test_a_kernel_serves_few_exact_rows(longest: int, is_rounded: bool, is_used: bool) -> None:
+def test_a_kernel_serves_few_rows(longest: int, is_rounded: bool, is_used: bool) -> None:
     call = drawn(SlidingWindow(1, 1, 5), 5, count=3, longest=longest)
     assert (max(call.lengths) <= 4) == (longest == 4)
     layer, kernel = Layer(call, is_rounded), Echo()
