@@ -1,13 +1,14 @@
 """Failures in the middle of a forward of an mlx-lm model.
 
-The second linear layer of a Llama's block and all later ones follow the write of its K and V, and precede those of
-the next block.
+All layers of a small model call linear layers. One that fails leaves layers before it, whose K and V are written, and
+layers behind it, whose K and V depend on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -17,43 +18,41 @@ FaultKind = Literal["graph", "evaluation"]
 """Where a forward fails: while Python builds its graph, or when MLX evaluates it, which spoils what depends on it."""
 
 
-class Injected(Exception):
-    """Failure of a forward, on purpose."""
+@contextlib.contextmanager
+def failing(kind: FaultKind, linear: int, error: Exception) -> Iterator[None]:
+    """Makes call number `linear` of a linear layer fail, counted from 0: a graph with `error`."""
+
+    def fail(number: int, result: mx.array) -> mx.array:
+        if number != linear:
+            return result
+        if kind == "graph":
+            raise error
+        return result + unevaluable()
+
+    with _linears_through(fail):
+        yield
 
 
 @contextlib.contextmanager
-def failing(kind: FaultKind, linear: int, error: Exception | None = None) -> Iterator[None]:
-    """Makes the call number `linear` of a linear layer fail, counted from 0. A graph fails with `error`."""
-    own, calls = nn.Linear.__call__, 0
+def counting_linears() -> Iterator[list[int]]:
+    """Yields a list with an item for each call of a linear layer."""
+    calls: list[int] = []
 
-    def call(self: nn.Linear, x: mx.array) -> mx.array:
-        nonlocal calls
-        calls += 1
-        if calls - 1 != linear:
-            return own(self, x)
-        if kind == "graph":
-            raise error or Injected
-        return own(self, x) + unevaluable()
+    def count(number: int, result: mx.array) -> mx.array:
+        calls.append(number)
+        return result
 
-    nn.Linear.__call__ = call
+    with _linears_through(count):
+        yield calls
+
+
+@contextlib.contextmanager
+def _linears_through(change: Callable[[int, mx.array], mx.array]) -> Iterator[None]:
+    """Passes the results of linear layers through a function of the call's number and the result."""
+    own, numbers = nn.Linear.__call__, itertools.count()
+    nn.Linear.__call__ = lambda self, x: change(next(numbers), own(self, x))
     try:
         yield
-    finally:
-        nn.Linear.__call__ = own
-
-
-@contextlib.contextmanager
-def counting_linears() -> Iterator[list[None]]:
-    """Yields a list with an item for each call of a linear layer."""
-    own, calls = nn.Linear.__call__, list[None]()
-
-    def call(self: nn.Linear, x: mx.array) -> mx.array:
-        calls.append(None)
-        return own(self, x)
-
-    nn.Linear.__call__ = call
-    try:
-        yield calls
     finally:
         nn.Linear.__call__ = own
 

@@ -179,7 +179,7 @@ def fail(decodes: Decodes, kind: FaultKind, tokens: int, *, in_prefill: bool) ->
     first = [decodes.ask(decodes.prompt(), tokens) for _ in range(OPEN + WAITING)]
     while not all(asked.answer for asked in first[: 1 if in_prefill else OPEN]):
         decodes.step()
-    with failing(kind, FAULTY_LINEAR):
+    with failing(kind, FAULTY_LINEAR, RuntimeError("injected")):
         decodes.step()
     kept = decodes.cache.stats().cached_tokens
     decodes.run()
