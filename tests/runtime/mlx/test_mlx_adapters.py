@@ -305,9 +305,12 @@ def test_answers_of_the_engine(tmp_path: Path, kind: str, quantization: Quantiza
     for name in "ab":
         bench.engine.unload_adapter(name)
     bench.run()
-    assert bench.answer(prompts[0], 6).tokens == answers[0, ""]
+    running = bench.ask(prompts[0], 6)
+    bench.run(3)
+    assert 0 < len(running.tokens) < 6
     again = bench.engine.load_adapter("again", made[1]).fingerprint
     client = bench.answer(prompts[0], 6, adapter=again)
+    assert running.tokens == answers[0, ""], "the check at load leaves other requests alone"
     assert client.tokens == answers[0, again]
     assert client.finished.usage.cached_tokens > 0, "its prefixes are found again"
 
