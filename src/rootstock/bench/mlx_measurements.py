@@ -186,6 +186,7 @@ def kernel(job: Job) -> Iterator[Figures]:
         case["shares_values"],
         case["sinks"],
         case["softcap"],
+        case["int8"],
     )
     made = PagedKernel()
     allowed = TOLERANCES[use.dtype]

@@ -47,6 +47,7 @@ _PACKAGES = ("mlx", "mlx-metal", "mlx-lm", "numpy", "transformers", "safetensors
 # (query heads, KV heads, key_dim, value_dim, block size, features) of layers for which the kernel is compiled.
 _KERNEL_SHAPES = (
     (32, 8, 128, 128, 32, ()),
+    (32, 8, 128, 128, 32, ("int8",)),
     (8, 8, 64, 64, 16, ()),
     (14, 2, 64, 64, 32, ()),
     (32, 32, 96, 96, 32, ()),
@@ -222,7 +223,7 @@ class _Report:
         self._until = began + _SHARE_OF_MODEL * sizes.seconds
         for measurement, case in _first_cases(sizes):
             outcome = self._measure(measurement, case)
-            if case.get("dtype") == sizes.dtype and case.get("key_dim") == 128:
+            if measurement == "kernel" and case == _kernel(sizes.dtype, 0):
                 self._kernel_works = outcome.figures.get("agrees") is True
         self._measure_model(model, folder)
         self._until = began + sizes.seconds
@@ -318,26 +319,24 @@ def _first_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:
     """Yields the cases that need no model: memory, the kernel's results, and writes to pools."""
     yield "memory", {"array_mib": sizes.array_mib}
     for dtype in sizes.kernel_dtypes:
-        for q_heads, kv_heads, key_dim, value_dim, block_size, features in _KERNEL_SHAPES[
-            : sizes.kernel_shapes
-        ]:
-            yield (
-                "kernel",
-                {
-                    "dtype": dtype,
-                    "q_heads": q_heads,
-                    "kv_heads": kv_heads,
-                    "key_dim": key_dim,
-                    "value_dim": value_dim,
-                    "block_size": block_size,
-                    **{name: name in features for name in ("shares_values", "sinks", "softcap")},
-                },
-            )
+        for number in range(sizes.kernel_shapes):
+            yield "kernel", _kernel(dtype, number)
     for pool_mib in sizes.pool_mib:
         for synchronize in (True, False):
             yield "pool writes", _writes(sizes, pool_mib, synchronize=synchronize)
     # A slice that is held makes each write a copy. This case shows whether copies are seen.
     yield "pool writes", _writes(sizes, sizes.pool_mib[0], synchronize=True, slice_held=True)
+
+
+def _kernel(dtype: str, number: int) -> Case:
+    """Returns the case of one of _KERNEL_SHAPES."""
+    *sizes, features = _KERNEL_SHAPES[number]
+    names = ("q_heads", "kv_heads", "key_dim", "value_dim", "block_size")
+    return {
+        "dtype": dtype,
+        **dict(zip(names, sizes, strict=True)),
+        **{name: name in features for name in ("int8", "shares_values", "sinks", "softcap")},
+    }
 
 
 def _writes(sizes: Sizes, pool_mib: int, *, synchronize: bool, slice_held: bool = False) -> Case:

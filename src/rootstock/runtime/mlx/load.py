@@ -261,9 +261,17 @@ def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
 def _as_stored(served: Served) -> Served:
     """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
     loss of rounding is the user's choice and no error. Raises InvalidOption."""
-    if not served.layout.layers:
-        raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps no K and V")
     layout = served.layout.with_rounded_rows()
+    kept = [shape for shape in layout.layers.values() if not shape.is_rounded]
+    if len(kept) == len(layout.layers):
+        stored = "latents" if kept else "no K and V"
+        raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")
+    if kept:
+        _log.warning(
+            "%d of %d layers are not kept in int8: they keep latents or an indexer's keys",
+            len(kept),
+            len(layout.layers),
+        )
     description = replace(
         served.description,
         families=layout.families,
