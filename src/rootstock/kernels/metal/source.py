@@ -12,7 +12,7 @@ from __future__ import annotations
 
 LANES = 32  # of a simdgroup
 SIMDGROUPS = 8  # of a threadgroup; 256 threads fit, however many registers the compiler takes
-TILE = 8  # numbers of a tile's record: see `rows.Launch`
+TILE = 8  # numbers of a tile's record: see `launch.Launch`
 ROW = 4  # numbers of a row's record
 
 _CONSTANTS = f"""
