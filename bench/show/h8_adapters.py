@@ -43,7 +43,7 @@ from twins.torch_models import load
 ADAPTERS = 8
 PROMPTS = 3  # of each adapter, and of the base
 TOKENS = 24
-MLX_ARCHITECTURES = 120  # of mlx-lm, that take adapters
+MLX_ARCHITECTURES = 114  # of mlx-lm, that take adapters on all layers that mlx-lm adapts
 WAIT_S = 120.0
 TEXT = "The quick brown fox jumps over the lazy dog while it rains. "
 

@@ -1,4 +1,4 @@
-"""I8: prompt tokens that the `agents` workload computes on the MLX runtime, on the torch runtime and in mlx-lm's server.
+"""I8: prompt tokens computed of the `agents` workload, on the MLX runtime, the torch runtime and mlx-lm's server.
 
 Eight agents with one system prompt of 1,536 words, six turns of 16 to 160 new words, 32 tokens out. The models are
 tiny: one of full attention, one with recurrent states and one with sliding windows. All sides have the same weights
@@ -6,17 +6,17 @@ in float32, tokenizer and chat template; all answers are greedy and have 32 toke
 an end (llamas.py).
 
   mlx, torch   `rootstock serve --runtime`, defaults but for dtype, device and the memory of its cache
-  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and with its defaults ("mlx-lm, 10
-               caches")
+  mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and once with its default of ten
 
-The least possible is what a cache would compute that can resume at every token and forgets nothing. Tokens computed
-are those of `usage`: prompt tokens less cached ones.
+Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is what a cache computes
+that resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier answer: it
+decodes one step ahead, so that its cache has an answer's last token, too.
 
 One request at a time, turn by turn over the agents, is the same load for every side. There the MLX runtime must
-compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times are only ratios of this
-CPU, where MLX has a slow BLAS: no figure of a Mac follows from them. Both MLX sides run without compiled functions
-(MLX_DISABLE_COMPILE), because on a CPU each would call a C++ compiler. A first short request is outside the time, and
-ours is run before and after mlx-lm's.
+compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times, of the wall and of the
+server's threads on the processors ("busy"), are only ratios of this CPU, where MLX has a slow BLAS: no figure of a
+Mac follows from them. Both MLX sides run without compiled functions (MLX_DISABLE_COMPILE), because on a CPU each
+would call a C++ compiler. A first short request is outside the time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from common import argument_parser, at_most, conclude, exactly
+from common import argument_parser, conclude, exactly
 from llamas import say, write_chatting
+from neighbours import busy_s_of
 from peers import PeerProcess, free_port
 from transformers import AutoTokenizer
 
@@ -65,6 +66,7 @@ class Asked:
 class Outcome:
     asked: list[Asked]  # in the order of turns, then of agents
     wall_s: float
+    busy_s: float  # processor time of the server
     least: int
 
     @property
@@ -135,14 +137,14 @@ def run(peer: PeerProcess, tokenizer: Any, workload: Workload, at_once: int) -> 
             return Asked(prompt, answer, usage["prompt_tokens_details"]["cached_tokens"])
 
         first = ask([{"role": "user", "content": "hello"}])
-        began = time.monotonic()
+        began, busy_s = time.monotonic(), busy_s_of(peer.pid)
         with ThreadPoolExecutor(at_once) as agents:
             for turn in range(workload.sizes.turns):
                 for messages, conversation in zip(conversations, workload.conversations, strict=True):
                     messages.append({"role": "user", "content": as_text(conversation.turns[turn].new)})
                 asked += agents.map(ask, conversations)
-        wall_s = time.monotonic() - began
-    return Outcome(asked, wall_s, least_possible(first, asked))
+        wall_s, busy_s = time.monotonic() - began, busy_s_of(peer.pid) - busy_s
+    return Outcome(asked, wall_s, busy_s, least_possible(first, asked))
 
 
 def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
@@ -179,26 +181,26 @@ def measure(kind: str, model: Path, workload: Workload) -> dict[str, Any]:
         outcome = run(make(), tokenizer, workload, at_once)
         say(
             f"{kind:8} {at_once} at once  {name:18} {outcome.computed:7,} of {outcome.least:6,} tokens  "
-            f"{outcome.ratio:7.4f}  {outcome.wall_s:6.1f} s"
+            f"{outcome.ratio:7.4f}  {outcome.wall_s:6.1f} s, busy {outcome.busy_s:6.1f} s"
         )
         return outcome
 
     figures: dict[str, Any] = {}
     for at_once in (1, workload.sizes.at_once):
-        before = of("mlx", lambda: rootstock("mlx", model), at_once)
+        ours = of("mlx", lambda: rootstock("mlx", model), at_once)
         theirs = of("mlx-lm", lambda: mlx_lm_server(model, *UNLIMITED), at_once)
-        after = of("mlx", lambda: rootstock("mlx", model), at_once)
         by_torch = of("torch", lambda: rootstock("torch", model), at_once)
         prefix = f"{kind}_{'one' if at_once == 1 else 'all'}_at_once"
         figures |= {
-            f"{prefix}_least": before.least,
-            f"{prefix}_mlx": round(before.ratio, 4),
+            f"{prefix}_least": ours.least,
+            f"{prefix}_mlx": round(ours.ratio, 4),
             f"{prefix}_torch": round(by_torch.ratio, 4),
             f"{prefix}_mlx_lm": round(theirs.ratio, 4),
-            f"{prefix}_difference_to_torch": before.computed - by_torch.computed,
-            f"{prefix}_other_answers_than_torch": differences(before, by_torch),
-            f"{prefix}_other_answers_than_mlx_lm": differences(before, theirs),
-            f"{prefix}_mlx_lm_wall_times_ours": round(2 * theirs.wall_s / (before.wall_s + after.wall_s), 3),
+            f"{prefix}_difference_to_torch": ours.computed - by_torch.computed,
+            f"{prefix}_other_answers_than_torch": differences(ours, by_torch),
+            f"{prefix}_other_answers_than_mlx_lm": differences(ours, theirs),
+            f"{prefix}_mlx_lm_wall_times_ours": round(theirs.wall_s / ours.wall_s, 3),
+            f"{prefix}_mlx_lm_busy_times_ours": round(theirs.busy_s / ours.busy_s, 3),
         }
     by_default = of("mlx-lm, 10 caches", lambda: mlx_lm_server(model), 1)
     return figures | {f"{kind}_one_at_once_mlx_lm_by_default": round(by_default.ratio, 4)}

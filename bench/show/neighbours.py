@@ -30,6 +30,12 @@ class Neighbours:
         return round(max(0.0, others_s / had_s), 3)
 
 
+def busy_s_of(process: int) -> float:
+    """Returns the processor time of a process, of all its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
 def _busy_s() -> float | None:
     """Returns the busy seconds of all processors since the machine started."""
     try:

@@ -24,7 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import torch
 from d4_agents_http import KV_BUDGET, SIZES, over_http
 from llamas import say, write_chatting_llama
-from neighbours import TICKS_PER_S, Neighbours
+from neighbours import Neighbours, busy_s_of
 
 from rootstock.bench.serving import ServerProcess
 from rootstock.bench.workloads import Sizes, make_workload
@@ -62,9 +62,9 @@ def measure(chromium: str, model: str, turns: int, rounds: int, *, draws: bool) 
         def run(name: str) -> tuple[float, float]:
             _post(f"{server.url}/v1/cache/clear")
             with watchers[name]():
-                busy_s = _busy_s(server.pid)
+                busy_s = busy_s_of(server.pid)
                 wall_s = over_http(server.url, workload).wall_s
-                return wall_s, _busy_s(server.pid) - busy_s
+                return wall_s, busy_s_of(server.pid) - busy_s
 
         run("nothing")
         names = list(runs)
@@ -151,12 +151,6 @@ def _post(url: str) -> None:
     request = Request(url, b"{}", {"Content-Type": "application/json"})
     with _opener.open(request, timeout=60) as response:
         response.read()
-
-
-def _busy_s(process: int) -> float:
-    """Returns the processor time of a process, of all its threads."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 if __name__ == "__main__":

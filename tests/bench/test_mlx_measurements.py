@@ -84,9 +84,9 @@ def test_writes_are_in_place_and_copies_are_seen(synchronize: bool) -> None:
 def test_memory_follows_an_array() -> None:
     figures = figures_of(Job("memory", {"array_mib": 64}, 8 * GIB))
     with_array, cleared = figures["with_array"], figures["cache_cleared"]
-    assert with_array["active"] - cleared["active"] >= 64 << 20
-    assert with_array["footprint"] > figures["before"]["footprint"]
-    assert figures["memory_limit"] <= figures["total_on_host"]
+    assert with_array["active_bytes"] - cleared["active_bytes"] >= 64 << 20
+    assert with_array["footprint_bytes"] > figures["before"]["footprint_bytes"]
+    assert figures["memory_limit_bytes"] <= figures["total_host_bytes"]
 
 
 def test_attention_of_a_layer_is_timed_in_each_way() -> None:

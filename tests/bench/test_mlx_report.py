@@ -129,13 +129,24 @@ def test_a_case_that_fails_is_a_row_and_the_report_goes_on(tmp_path: Path) -> No
     assert "5 with an error" in printed
 
 
-def test_a_case_that_hangs_is_ended_and_the_third_is_not_tried(tmp_path: Path) -> None:
-    sizes = replace(QUICK, case_seconds=1)
-    _, rows, _ = run(tmp_path, sizes, pool_writes="hanging")
-    errors = [row.get("error", row.get("skipped")) for row in of(rows, "pool writes")]
-    assert errors == ["it took longer than 1 s, and was ended"] * 2 + [
-        "earlier cases of this measurement took too long"
-    ]
+def test_a_case_that_hangs_is_ended(tmp_path: Path) -> None:
+    outcome = run_case(Job("rows", {}, GIB, seconds=1), command(tmp_path, rows="hanging"))
+    assert outcome.timed_out
+    assert outcome.error == "it took longer than 1 s, and was ended"
+
+
+def test_after_two_cases_that_hang_the_rest_of_their_measurement_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hanging(job: Job, command: object) -> Outcome:
+        if job.measurement == "pool writes":
+            return Outcome({}, 1.0, error="it took longer", timed_out=True)
+        return Outcome({"metal": True}, 1.0)
+
+    monkeypatch.setattr(mlx_report, "run_case", hanging)
+    _, rows, _ = run(tmp_path)
+    skipped = "earlier cases of this measurement took too long"
+    assert [row.get("skipped") for row in of(rows, "pool writes")] == [None, None, skipped]
 
 
 def test_a_case_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
@@ -176,10 +187,9 @@ def test_mlx_that_does_not_start_ends_the_report(tmp_path: Path) -> None:
 
 
 def test_the_full_report_needs_metal(tmp_path: Path) -> None:
-    status, rows, printed = run(tmp_path, FULL)
-    assert status == 1
-    assert len(rows) == 2
-    assert "--small" in printed
+    with pytest.raises(StartupError, match="--small"):
+        run(tmp_path, FULL)
+    assert not (tmp_path / "report.jsonl").exists()
 
 
 def test_cases_after_the_time_of_the_report_are_skipped(tmp_path: Path) -> None:
@@ -205,14 +215,14 @@ def test_rows_are_kept_when_the_user_stops(tmp_path: Path, monkeypatch: pytest.M
 # ------------------------------------------------------------------------------------------ options
 
 
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    out = tmp_path / "report.jsonl"
-    out.write_text("mine")
-    with pytest.raises(InvalidOption, match="a new file"):
-        run_mlx_report(ReportConfig(out))
-    assert out.read_text() == "mine"
-    with pytest.raises(InvalidOption, match="a file to write"):
-        run_mlx_report(ReportConfig(tmp_path / "missing" / "report.jsonl"))
+@pytest.mark.parametrize(
+    ("name", "told"), [("report.jsonl", "a new file"), ("no/report.jsonl", "a file to write")]
+)
+def test_only_a_new_file_is_written(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "report.jsonl").write_text("mine")
+    with pytest.raises(InvalidOption, match=told):
+        run_mlx_report(ReportConfig(tmp_path / name, None, QUICK, command(tmp_path)))
+    assert (tmp_path / "report.jsonl").read_text() == "mine"
 
 
 def test_without_mlx_the_error_tells_how_to_install_it(

@@ -261,7 +261,7 @@ MUTATIONS = (
         "a copy of a block lacks its last position",
         QWEN,
         function(KVPool, "_slots"),
-        edited("block * self.block_size + n)", "block * self.block_size + n - 1)"),
+        edited("np.arange(n)", "np.arange(n - 1)"),
     ),
     Mutation("a block of a window is not copied", GEMMA, function(KVPool, "copy"), of_the_first_family),
     Mutation(

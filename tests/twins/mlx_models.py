@@ -73,17 +73,24 @@ def save(
     *,
     dtype: mx.Dtype = mx.float32,
     bits: int | None = None,
+    mode: str = "affine",
     predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Saves a model with `byte_tokenizer`. `bits` quantizes its weights, `predicate` says which of them and how."""
-    config = config_of(name) | {"eos_token_id": 0}
-    model = build(name, seed, dtype)
+    """Saves a model with a tokenizer, `byte_tokenizer` by default.
+
+    `bits` and `mode` quantize its weights, `predicate` says which of them and how.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
+    config = config_of(name, sizes) | {"eos_token_id": tokenizer.eos_token_id}
+    model = build(name, seed, dtype, sizes=sizes)
     if bits is not None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
-            model, config = quantize_model(model, config, group_size=32, bits=bits, quant_predicate=predicate)
+            model, config = quantize_model(model, config, 32, bits, mode=mode, quant_predicate=predicate)
     save_model(directory, model)
     save_config(config, directory / "config.json")
-    byte_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -29,7 +29,8 @@ EXPECTED: dict[str, tuple[str, ExecutionMode]] = {
     "qwen3_next": ("full, state", "batched"),  # of two kinds in a layer
     "mamba2": ("state", "batched"),
     "nemotron_h": ("full, state", "batched"),
-    "deepseek_v3": ("full", "batched"),  # latents
+    "deepseek_v3": ("full", "batched, gathered K and V"),  # latents
+    "gemma2": ("full", "batched, gathered K and V"),  # with its query heads grouped
     "llama4": ("full, chunked(8)", "one sequence per forward"),
 }
 

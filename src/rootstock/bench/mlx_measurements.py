@@ -87,17 +87,17 @@ def memory(job: Job) -> Iterator[Figures]:
 
     def now() -> Figures:
         return {
-            "footprint": footprint_bytes(),
-            "free_on_host": free_host_bytes(),
-            "free_for_arrays": of_mlx.free_bytes(),
-            "active": mx.get_active_memory(),
-            "cached": mx.get_cache_memory(),
+            "footprint_bytes": footprint_bytes(),
+            "free_host_bytes": free_host_bytes(),
+            "free_array_bytes": of_mlx.free_bytes(),
+            "active_bytes": mx.get_active_memory(),
+            "cached_bytes": mx.get_cache_memory(),
         }
 
-    yield {"total_on_host": total_host_bytes(), "memory_limit": memory_limit(None, "unified")}
+    yield {"total_host_bytes": total_host_bytes(), "memory_limit_bytes": memory_limit(None, "unified")}
     yield {"wired_limit": _or_error(_wired_limit)}
     of_mlx.limit_memory()
-    yield {"cache_limit": of_mlx.cache_limit_bytes(), "mlx_limit": mx.get_memory_limit()}
+    yield {"cache_limit_bytes": of_mlx.cache_limit_bytes(), "mlx_limit_bytes": mx.get_memory_limit()}
     mx.clear_cache()
     yield {"before": now()}
     nbytes = int(job.case["array_mib"]) * MIB
@@ -117,7 +117,7 @@ def _wired_limit() -> Figures:
     if not has_metal():
         return {"skipped": _NO_METAL}
     granted = int(mx.device_info()["max_recommended_working_set_size"])
-    return {"before": mx.set_wired_limit(granted), "set": granted}
+    return {"before_bytes": mx.set_wired_limit(granted), "set_bytes": granted}
 
 
 # ---- writes to pools
@@ -186,6 +186,7 @@ def kernel(job: Job) -> Iterator[Figures]:
         case["shares_values"],
         case["sinks"],
         case["softcap"],
+        case["int8"],
     )
     made = PagedKernel()
     allowed = TOLERANCES[use.dtype]
@@ -368,9 +369,9 @@ def load(job: Job) -> Iterator[Figures]:
         "kv_dtype": described.kv_dtype,
         "parameters": described.parameters,
         "families": [type(family).__name__ for family in described.families],
-        "footprint": footprint_bytes(),
-        "active": mx.get_active_memory(),
-        "free_for_arrays": runtime.free_bytes(),
+        "footprint_bytes": footprint_bytes(),
+        "active_bytes": mx.get_active_memory(),
+        "free_array_bytes": runtime.free_bytes(),
     }
     its = _Sequences(runtime, described.families, 2, 64, scattered=True)
     for _ in range(4):
@@ -557,7 +558,9 @@ def step(job: Job) -> Iterator[Figures]:
         caches, token = its.own_caches(count, context), mx.ones((count, 1), mx.int32)
 
         def run() -> None:
-            mx.eval(its.model(token, cache=caches), [cache.state for cache in caches])
+            mx.eval(
+                its.model(token, cache=caches)
+            )  # as mlx-lm does: the caches follow from what attention reads
 
         return time_of(run)
 

@@ -40,12 +40,14 @@ _MOST_CHARS = 4000  # of a text
 _MOST_TOLD = 160  # characters on the terminal
 _MOST_ENTRIES = 64  # of a list or an object
 _SHARE_OF_MODEL = 0.7  # of the report's time, after which no case of a whole model begins
+_LONG_CASES = 4  # times as long as others may those run that read or make all weights
 _MOST_TIMEOUTS = 2  # of a measurement, before the rest of it is skipped
 _PACKAGES = ("mlx", "mlx-metal", "mlx-lm", "numpy", "transformers", "safetensors")
 
 # (query heads, KV heads, key_dim, value_dim, block size, features) of layers for which the kernel is compiled.
 _KERNEL_SHAPES = (
     (32, 8, 128, 128, 32, ()),
+    (32, 8, 128, 128, 32, ("int8",)),
     (8, 8, 64, 64, 16, ()),
     (14, 2, 64, 64, 32, ()),
     (32, 32, 96, 96, 32, ()),
@@ -170,6 +172,12 @@ def run_mlx_report(config: ReportConfig, console: Console | None = None) -> int:
     if config.model is not None:
         model = locate(config.model, with_code=False, progress=lambda stage, done: None)
         private += [str(model), str(model.resolve())]
+    memory = config.memory_bytes or memory_of_a_case()
+    device = run_case(Job("device", {}, memory), config.command)
+    if device.figures.get("metal") is False and config.sizes is FULL:
+        raise StartupError(
+            f"MLX computes without Metal here, which would take hours. Try {OPTION} with --small."
+        )
     try:
         file = config.out.open("x", encoding="utf-8")
     except FileExistsError:
@@ -177,14 +185,14 @@ def run_mlx_report(config: ReportConfig, console: Console | None = None) -> int:
     except OSError as error:
         raise InvalidOption(OPTION, str(config.out), f"a file to write ({error.strerror})") from error
     with file, tempfile.TemporaryDirectory(prefix="rootstock-model-") as folder:
-        report = _Report(config, file, console, scrubber([*private, folder]))
+        report = _Report(config, file, console, scrubber([*private, folder]), memory)
         try:
-            report.run(model, Path(folder))
+            report.run(device, model, Path(folder))
         except KeyboardInterrupt:
             console.print("Stopped. The file has the rows up to here.")
-            report.tell_where()
             raise
-    report.tell_where()
+        finally:
+            report.tell_where()
     return 0 if report.is_complete else 1
 
 
@@ -194,6 +202,7 @@ class _Report:
     file: TextIO
     console: Console
     scrub: Scrub
+    _memory: int  # bytes that a case may take
     is_complete: bool = True
     _rows: int = 0
     _errors: int = 0
@@ -202,51 +211,47 @@ class _Report:
     _kernel_works: bool = False  # for a layer like those of the measurement of attention
     _until: float = math.inf  # when the remaining cases are skipped
 
-    def run(self, model: Path | None, folder: Path) -> None:
+    def run(self, device: Outcome, model: Path | None, folder: Path) -> None:
         sizes = self.config.sizes
-        memory = self.config.memory_bytes or memory_of_a_case()
-        self._write("machine", {}, Outcome({**_machine(), "memory_of_a_case": memory}, 0.0))
-        device = self._measure("device", {}, memory)
-        if device.figures.get("metal") is None:
+        self._write("machine", {}, Outcome({**_machine(), "case_memory_bytes": self._memory}, 0.0))
+        self._write("device", {}, device)
+        if "metal" not in device.figures:
             self.is_complete = False
             self.console.print("MLX does not start on this machine. The report ends here.")
-            return
-        if not device.figures["metal"] and sizes is FULL:
-            self.is_complete = False
-            self.console.print(
-                "MLX computes without Metal here, so that the full report would take hours. Try it with --small."
-            )
             return
         began = time.monotonic()
         self._until = began + _SHARE_OF_MODEL * sizes.seconds
         for measurement, case in _first_cases(sizes):
-            outcome = self._measure(measurement, case, memory)
-            if case.get("dtype") == sizes.dtype and case.get("key_dim") == 128:
+            outcome = self._measure(measurement, case)
+            if measurement == "kernel" and case == _kernel(sizes.dtype, 0):
                 self._kernel_works = outcome.figures.get("agrees") is True
-        self._measure_model(model, folder, memory)
+        self._measure_model(model, folder)
         self._until = began + sizes.seconds
         for measurement, case in _layer_cases(sizes):
-            self._measure(measurement, case, memory)
+            self._measure(measurement, case)
 
-    def _measure_model(self, model: Path | None, folder: Path, memory: int) -> None:
+    def _measure_model(self, model: Path | None, folder: Path) -> None:
         sizes = self.config.sizes
         if model is None:
             model = folder / "model"
-            made = self._measure("model", {"config": dict(sizes.model)}, memory, str(model))
+            made = self._measure("model", {"config": dict(sizes.model)}, str(model))
             if made.error or made.skipped:
                 self.is_complete = False
                 return
-        loaded = self._measure("load", {}, memory, str(model))
+        loaded = self._measure("load", {}, str(model))
         has_kernel = bool(loaded.figures.get("counters", {}).get("attentions_by_kernel"))
         for measurement, case in _model_cases(sizes):
             # A kernel that hangs must not take the figures of the other ways with it.
             kernel = has_kernel and not self._timeouts.get(measurement)
-            self._measure(measurement, {**case, "kernel": kernel}, memory, str(model))
+            self._measure(measurement, {**case, "kernel": kernel}, str(model))
 
-    def _measure(self, measurement: str, case: Case, memory: int, model: str | None = None) -> Outcome:
+    def _measure(self, measurement: str, case: Case, model: str | None = None) -> Outcome:
         outcome = self._refused(measurement)
         if outcome is None:
-            job = Job(measurement, case, memory, self.config.sizes.case_seconds, model)
+            seconds = self.config.sizes.case_seconds * (
+                _LONG_CASES if measurement in ("model", "load") else 1
+            )
+            job = Job(measurement, case, self._memory, seconds, model)
             with self.console.status(f"{measurement} {_words(case)}"):
                 outcome = run_case(job, self.config.command)
         if outcome.timed_out:
@@ -285,10 +290,12 @@ class _Report:
     def tell_where(self) -> None:
         """Prints where the file is and how to attach it."""
         size = in_units(self.config.out.stat().st_size)
+        kept = " An error is a finding: please keep its row." if self._errors else ""
         self.console.print(
-            f"\n{self._rows} rows, {size}: {self._errors} with an error, {self._skipped} skipped. Errors belong into "
-            f"the report.\nThe file is {self.config.out.resolve()}\nIt has no names and no paths of yours, and was "
-            "sent nowhere. To help, read it and attach it to an issue of Rootstock, as it is.",
+            f"\n{self._rows} rows, {self._errors} with an error, {self._skipped} skipped.{kept}\n"
+            f"The report is {self.config.out.resolve()} ({size}).\n"
+            "Names and paths are removed from its texts, and it was sent nowhere. Look through it, then attach it to "
+            "an issue of Rootstock.",
             highlight=False,
             soft_wrap=True,
         )
@@ -312,26 +319,24 @@ def _first_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:
     """Yields the cases that need no model: memory, the kernel's results, and writes to pools."""
     yield "memory", {"array_mib": sizes.array_mib}
     for dtype in sizes.kernel_dtypes:
-        for q_heads, kv_heads, key_dim, value_dim, block_size, features in _KERNEL_SHAPES[
-            : sizes.kernel_shapes
-        ]:
-            yield (
-                "kernel",
-                {
-                    "dtype": dtype,
-                    "q_heads": q_heads,
-                    "kv_heads": kv_heads,
-                    "key_dim": key_dim,
-                    "value_dim": value_dim,
-                    "block_size": block_size,
-                    **{name: name in features for name in ("shares_values", "sinks", "softcap")},
-                },
-            )
+        for number in range(sizes.kernel_shapes):
+            yield "kernel", _kernel(dtype, number)
     for pool_mib in sizes.pool_mib:
         for synchronize in (True, False):
             yield "pool writes", _writes(sizes, pool_mib, synchronize=synchronize)
     # A slice that is held makes each write a copy. This case shows whether copies are seen.
     yield "pool writes", _writes(sizes, sizes.pool_mib[0], synchronize=True, slice_held=True)
+
+
+def _kernel(dtype: str, number: int) -> Case:
+    """Returns the case of one of _KERNEL_SHAPES."""
+    *sizes, features = _KERNEL_SHAPES[number]
+    names = ("q_heads", "kv_heads", "key_dim", "value_dim", "block_size")
+    return {
+        "dtype": dtype,
+        **dict(zip(names, sizes, strict=True)),
+        **{name: name in features for name in ("int8", "shares_values", "sinks", "softcap")},
+    }
 
 
 def _writes(sizes: Sizes, pool_mib: int, *, synchronize: bool, slice_held: bool = False) -> Case:
@@ -437,7 +442,9 @@ def _words(case: Case) -> str:
 def _told(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the times of a row's ways, and its plain figures."""
     for name, value in figures.items():
-        if not isinstance(value, Mapping):
+        if name.endswith("_bytes") and isinstance(value, int):
+            yield f"{name.removesuffix('_bytes')} {in_units(value)}"
+        elif not isinstance(value, Mapping):
             if isinstance(value, (bool, int, float, str)) and value != "":
                 yield f"{name} {value}"
         elif "error" in value:

@@ -154,10 +154,12 @@ class StepRunner:
         self.is_stalled = self.is_blocked = False
         self._notify()  # passes on earlier events before the forward takes its time
         size = None if self._pacing is None else plan.size()
+        # A plan that fails is half executed. Other requests' rows may be among those that it should have changed, so
+        # the exception goes to `restart`.
+        self._apply(
+            together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
+        )
         try:
-            self._apply(
-                together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
-            )
             if self._cache.share is not None:
                 self._cache.share.settle_others()
             batch = Batch([item.segment() for item in plan.scheduled])

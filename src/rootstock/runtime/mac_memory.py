@@ -12,8 +12,8 @@ _MOST_INTEGERS = 256  # the kernel fills in as many as it knows, and says how ma
 
 
 def available_bytes() -> int | None:
-    """Returns the memory that is free or that the system takes back without writing it anywhere. None: not macOS, or
-    the kernel does not answer."""
+    """Returns the memory that is free or inactive: pages of files, which the system drops, and pages of programs that
+    rest, which it compresses. None: not macOS, or the kernel does not answer."""
     if platform.system() != "Darwin":
         return None
     return available_pages(ctypes.CDLL(None)) * os.sysconf("SC_PAGE_SIZE") or None

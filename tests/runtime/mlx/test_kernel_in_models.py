@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from kernels.metal.emulation import COMPILER, Emulation
 from rootstock.cache.families import RecurrentState
 from rootstock.kernels.metal.launch import Occupancy
 from rootstock.kernels.metal.paged_attention import PagedKernel
-from rootstock.runtime.base import ModelDescription
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
-from rootstock.runtime.mlx.survey import survey
+from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.trial import ScoredRows, Trial, trial_tokens
+from runtime.mlx.helpers import served
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
@@ -99,24 +99,11 @@ def make_model(kind: str) -> nn.Module:
 def run(
     model: nn.Module, kernel: PagedKernel | None, *, is_rounded: bool = False
 ) -> tuple[dict[str, list[ScoredRows]], MlxRuntime]:
-    layout = survey(model).with_rounded_rows() if is_rounded else survey(model)
-    description = ModelDescription(
-        name="tiny",
-        architecture="tiny",
-        vocab_size=layout.vocab_size,
-        context_limit=512,
-        families=layout.families,
-        weights_fingerprint="tiny",
-        dtype="float32",
-        kv_dtype="float32",
-        device="cpu",
-        parameters=0,
-        execution_mode="batched",
-        runtime="mlx",
-        memory="unified",
-    )
-    runtime = MlxRuntime(model, Served(layout, description, kernel))
-    tokens = trial_tokens(description)
+    made = served(model, kernel=kernel)
+    if is_rounded:
+        made = replace(made, layout=made.layout.with_rounded_rows())
+    runtime = MlxRuntime(model, made)
+    tokens = trial_tokens(runtime.description)
     return Trial(runtime, tokens["long"], tokens["short"]).run(), runtime
 
 

@@ -132,6 +132,7 @@ def test_a_batch_of_adapters_and_the_base(
     }
     for rows, prompt, adapter in zip(computed(runtime, chosen), PROMPTS, chosen, strict=True):
         assert_of(models[adapter], prompt, rows)
+    assert runtime.stats.pool_copies == 0
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit", "mixed", "mxfp4"])
@@ -304,9 +305,12 @@ def test_answers_of_the_engine(tmp_path: Path, kind: str, quantization: Quantiza
     for name in "ab":
         bench.engine.unload_adapter(name)
     bench.run()
-    assert bench.answer(prompts[0], 6).tokens == answers[0, ""]
+    running = bench.ask(prompts[0], 6)
+    bench.run(3)
+    assert 0 < len(running.tokens) < 6
     again = bench.engine.load_adapter("again", made[1]).fingerprint
     client = bench.answer(prompts[0], 6, adapter=again)
+    assert running.tokens == answers[0, ""], "the check at load leaves other requests alone"
     assert client.tokens == answers[0, again]
     assert client.finished.usage.cached_tokens > 0, "its prefixes are found again"
 
@@ -429,6 +433,15 @@ def test_a_weight_that_other_code_reads(llama: Path, tmp_path: Path) -> None:
 
     runtime._model.__class__ = Reads
     assert "reads itself, past the layer" in refusal(runtime, save_mlx_adapter(tmp_path / "a", llama))
+
+
+def test_a_module_that_two_layers_share(llama: Path, tmp_path: Path) -> None:
+    runtime = load(llama)
+    assert runtime._adapters is not None
+    named = runtime._adapters._named
+    named["model.layers.1.self_attn.q_proj"] = named["model.layers.0.self_attn.q_proj"]
+    made = save_mlx_adapter(tmp_path / "a", llama, ["self_attn.q_proj"])
+    assert "layers.1.self_attn.q_proj is a module that the adapter changes twice" in refusal(runtime, made)
 
 
 def test_code_that_is_compiled(llama: Path, tmp_path: Path) -> None:

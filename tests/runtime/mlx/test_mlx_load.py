@@ -163,9 +163,10 @@ def test_rows_in_int8(llama: Path) -> None:
     assert rounded.families[0] != plain.families[0]
 
 
-def test_rows_in_int8_of_a_model_without_rows(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match=r"--kv-dtype is 'int8', but must be auto: .* keeps no K and V"):
-        load(save_mlx_checkpoint(tmp_path, "mamba2"), kv_dtype="int8")
+@pytest.mark.parametrize(("kind", "kept"), [("mamba2", "no K and V"), ("deepseek_v3", "latents")])
+def test_rows_in_int8_of_a_model_without_k_and_v(tmp_path: Path, kind: str, kept: str) -> None:
+    with pytest.raises(InvalidOption, match=rf"--kv-dtype is 'int8', but must be auto: .* keeps {kept}"):
+        load(save_mlx_checkpoint(tmp_path, kind), kv_dtype="int8")
 
 
 # ---- names

@@ -13,10 +13,11 @@ import pytest
 
 from mlx_checkpoints import make_mlx_model
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
-from rootstock.runtime.base import Batch, ExecutionMode, Logits, ModelDescription
+from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.runtime.mlx.modes import choose_mode
 from rootstock.runtime.mlx.runner import MlxRuntime, Served
 from rootstock.runtime.mlx.survey import survey
+from runtime.mlx.helpers import described
 from twins import mlx_models
 
 GATHERED: ExecutionMode = "batched, gathered K and V"
@@ -28,25 +29,11 @@ def choose(
     model: nn.Module, make_runtime: Callable[[nn.Module, Served], Any] = MlxRuntime, **options: Any
 ) -> Served:
     layout = survey(model)
-    description = ModelDescription(
-        name="tiny",
-        architecture="tiny",
-        vocab_size=layout.vocab_size,
-        context_limit=512,
-        families=layout.families,
-        weights_fingerprint="",
-        dtype="float32",
-        kv_dtype="float32",
-        device="cpu",
-        parameters=0,
-        runtime="mlx",
-        memory="unified",
-    )
 
     def make(served: Served) -> Any:
         return make_runtime(model, served)
 
-    return choose_mode(model, layout, description, make, lambda done: None, **options)
+    return choose_mode(model, layout, described(layout), make, lambda done: None, **options)
 
 
 class Wrong(MlxRuntime):

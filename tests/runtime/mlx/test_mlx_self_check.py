@@ -16,35 +16,16 @@ from mlx_lm.models import cache as mlx_cache
 from mlx_checkpoints import KINDS, make_mlx_model
 from rootstock.cache.families import SlidingWindow
 from rootstock.cache.plan import Plan
-from rootstock.runtime.base import Batch, ExecutionMode, Logits, ModelDescription
+from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.runtime.mlx import kv_pool, rows, state_pool
 from rootstock.runtime.mlx.runner import MlxRuntime, Served
 from rootstock.runtime.mlx.self_check import noise, own_logits, self_check
-from rootstock.runtime.mlx.survey import Unsupported, survey
+from rootstock.runtime.mlx.survey import Unsupported
 from rootstock.runtime.mlx.weights import cast, quantize
 from rootstock.runtime.trial import Disagreement, Verdict, largest_difference, relative_error
+from runtime.mlx.helpers import served
 
 TOKENS = np.random.default_rng(0).integers(0, 512, 45).astype(np.int32)
-
-
-def served(model: nn.Module, dtype: str, mode: ExecutionMode = "batched") -> Served:
-    layout = survey(model)
-    description = ModelDescription(
-        name="tiny",
-        architecture="tiny",
-        vocab_size=layout.vocab_size,
-        context_limit=512,
-        families=layout.families,
-        weights_fingerprint="",
-        dtype=dtype,
-        kv_dtype=dtype,
-        device="cpu",
-        parameters=0,
-        execution_mode=mode,
-        runtime="mlx",
-        memory="unified",
-    )
-    return Served(layout, description)
 
 
 def check(

@@ -37,7 +37,9 @@ def why_not(kernel: PagedKernel, uses: Iterable[LayerUse]) -> str | None:
                 try:
                     error = error_of(kernel, use, lengths, window, seed=number)
                 except Exception as failure:  # the compiler of a device may raise anything
-                    return f"the Metal kernel failed for {use}: {type(failure).__name__}: {_in_short(failure)}"
+                    return (
+                        f"the Metal kernel failed for {use}: {type(failure).__name__}: {_in_short(failure)}"
+                    )
                 if not error <= TOLERANCES[use.dtype]:
                     return f"the Metal kernel is wrong by {error:.1e} for {use}"
     return None

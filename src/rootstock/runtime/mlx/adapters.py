@@ -141,7 +141,7 @@ class Adapters:
                 except Refused as refusal:
                     raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
                 if any(self._named[place] is self._named[other] for other in given):
-                    raise AdapterUnusable(source.name, f"{name} is a module that it adapts twice")
+                    raise AdapterUnusable(source.name, f"{name} is a module that the adapter changes twice")
                 given[place] = lora
             source.refuse_changed()
         except (KeyError, OSError, RuntimeError) as error:  # of MLX, or of a file that was changed meanwhile

@@ -25,7 +25,7 @@ from rootstock.runtime.model_files import (
     read_json,
 )
 
-_MODELOPT_CONFIG = "hf_quant_config.json"  # where NVIDIA's exports describe their quantization
+MODELOPT_CONFIG = "hf_quant_config.json"  # where NVIDIA's exports describe their quantization
 
 # Far above real configurations. mlx-lm goes through all fields for each field, and through layers and their kinds.
 _MAX_FIELDS = 10_000
@@ -167,10 +167,10 @@ def _add_quantization(model: str, directory: Path, config: dict[str, Any], text:
     """Adds the description of the quantization from where exports of other libraries keep it."""
     if "quantization_config" not in config and "quantization_config" in text:
         config["quantization_config"] = text["quantization_config"]
-    if "quantization_config" not in config and (directory / _MODELOPT_CONFIG).exists():
+    if "quantization_config" not in config and (directory / MODELOPT_CONFIG).exists():
         config["quantization_config"] = {
             "quant_method": "modelopt",  # mlx-lm needs it, and the file may not have it
-            **read_json(model, directory, _MODELOPT_CONFIG),
+            **read_json(model, directory, MODELOPT_CONFIG),
         }
     for name in ("quantization", "quantization_config"):
         if config.get(name) is None:  # as mlx-lm reads null

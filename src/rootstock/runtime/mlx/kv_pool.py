@@ -12,6 +12,7 @@ hold (`KVPool.count_copies`):
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,10 +25,25 @@ from rootstock.runtime.mlx.rows import SPARE_SLOTS
 from rootstock.runtime.mlx.survey import CachePath, LayerShape
 
 
+class EvaluationFailed(Exception):
+    """Error: MLX could not evaluate arrays. Nothing tells which of them were written."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 def evaluate(arrays: Iterable[Any]) -> None:
-    """Evaluates arrays and lists of them, and waits until the device holds none of their inputs."""
-    mx.eval(*arrays)
-    mx.synchronize()
+    """Evaluates arrays and lists of them, and waits until the device holds none of their inputs. Raises
+    EvaluationFailed."""
+    try:
+        mx.eval(*arrays)
+        mx.synchronize()
+    except Exception as error:  # of any operation, or of the device
+        # Later operations may be under way still, and what they raise would meet the next evaluation.
+        with contextlib.suppress(Exception):
+            mx.synchronize()
+        raise EvaluationFailed(error) from error
 
 
 Slots = mx.array | tuple[int, int]
@@ -112,20 +128,10 @@ class LayerPool:
                 self._arrays[number + kept][slots] = scales
             array[slots] = rows.astype(array.dtype)
 
-    def renew(self) -> bool:
-        """Makes arrays anew that cannot be evaluated. Returns whether there were any.
-
-        A failed evaluation leaves them with operations that fail every later one.
-        """
-        renewed = False
+    def renew(self) -> None:
+        """Makes all arrays anew. The old ones are dropped first: memory may be what is missing."""
         for number, array in enumerate(self._arrays):
-            try:
-                evaluate([array])
-            except Exception:  # whatever failed in the model's forward
-                self._arrays[number] = mx.zeros(array.shape, array.dtype)
-                renewed = True
-        evaluate(self._arrays)
-        return renewed
+            self._arrays[number] = mx.zeros(array.shape, array.dtype)
 
 
 class KVPool:
@@ -159,17 +165,22 @@ class KVPool:
         self._copies_seen += sum(a != b for a, b in zip(addresses, self._addresses, strict=True))
         self._addresses = addresses
 
-    def renew(self) -> bool:
-        """Makes arrays anew that cannot be evaluated. Returns whether there were any, so that rows are lost."""
-        renewed = [layer.renew() for layer in self.layers.values()]
+    def renew(self) -> None:
+        """Makes all arrays anew, after a failed evaluation. Raises EvaluationFailed."""
+        for layer in self.layers.values():
+            layer.renew()
+        evaluate(self.arrays)
         self._addresses = [address_of(array) for array in self.arrays]
-        return any(renewed)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies parts of blocks, with the result of copying in sequence."""
         together: list[BlockCopy] = []
         for copy in copies:
-            if any((copy.family, copy.source) == (earlier.family, earlier.target) for earlier in together):
+            # MLX leaves open which of two writes to a slot is the last one.
+            if any(
+                copy.family == earlier.family and earlier.target in (copy.source, copy.target)
+                for earlier in together
+            ):
                 self._copy_at_once(together)
                 together = []
             together.append(copy)
@@ -179,8 +190,8 @@ class KVPool:
     def _copy_at_once(self, copies: Sequence[BlockCopy]) -> None:
         slots = {
             family: (
-                self._slots((c.source, c.tokens) for c in copies if c.family == family),
-                self._slots((c.target, c.tokens) for c in copies if c.family == family),
+                self._slots(family, ((c.source, c.tokens) for c in copies if c.family == family)),
+                self._slots(family, ((c.target, c.tokens) for c in copies if c.family == family)),
             )
             for family in {copy.family for copy in copies}
         }
@@ -195,9 +206,9 @@ class KVPool:
                 array[slots[layer.shape.family][1]] = part
         evaluate(self.arrays)
 
-    def _slots(self, parts: Iterable[tuple[int, int]]) -> mx.array:
+    def _slots(self, family: int, parts: Iterable[tuple[int, int]]) -> mx.array:
         """Returns the slots of the first positions of blocks, from (block, positions)."""
-        runs = [np.arange(block * self.block_size, block * self.block_size + n) for block, n in parts]
+        runs = [np.arange(n) + self._first_slot(family, block, n) for block, n in parts]
         return mx.array(np.concatenate(runs).astype(np.int32))
 
     def read(self, family: int, block: int, tokens: int) -> list[HostBytes]:
@@ -232,9 +243,10 @@ class KVPool:
 
 def to_host(arrays: Sequence[mx.array]) -> list[HostBytes]:
     """Copies arrays to the host as bytes, in one transfer, of which the results are views."""
-    joined = np.array(mx.concatenate([array.reshape(-1).view(mx.uint8) for array in arrays]))
+    joined = mx.concatenate([array.reshape(-1).view(mx.uint8) for array in arrays])
+    evaluate([joined])
     ends = np.cumsum([array.nbytes for array in arrays])
-    return np.split(joined, ends[:-1])
+    return np.split(np.array(joined), ends[:-1])
 
 
 def from_host(buffer: HostBytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
@@ -251,6 +263,6 @@ def address_of(array: mx.array) -> int | None:
     """Returns the address of an evaluated array's buffer, or None where it cannot be told."""
     try:
         capsule = array.__dlpack__()
-    except (BufferError, RuntimeError, ValueError):  # a device without DLPack; counting is no reason to fail
+    except Exception:  # a device without DLPack; counting is no reason to fail
         return None
     return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value

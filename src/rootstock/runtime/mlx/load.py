@@ -30,7 +30,7 @@ from rootstock.runtime.memory_fit import (
     refuse_longer_context,
 )
 from rootstock.runtime.mlx.adapters import Adapters
-from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
+from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
 from rootstock.runtime.mlx.runner import MlxRuntime, Served, dtype_name
@@ -100,7 +100,9 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
     if config.memory_check:
         _refuse_too_large(name, model, dtype, config.quantize, demands)
     try:
-        weights = fingerprint(directory, files, type(model).__module__, report) + _ROUNDED[config.quantize]
+        # With every file that has a part in the configuration.
+        hashed = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
+        weights = fingerprint(directory, hashed, type(model).__module__, report) + _ROUNDED[config.quantize]
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
     evaluate_weights(name, model, report)
@@ -259,9 +261,17 @@ def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
 def _as_stored(served: Served) -> Served:
     """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
     loss of rounding is the user's choice and no error. Raises InvalidOption."""
-    if not served.layout.layers:
-        raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps no K and V")
     layout = served.layout.with_rounded_rows()
+    kept = [shape for shape in layout.layers.values() if not shape.is_rounded]
+    if len(kept) == len(layout.layers):
+        stored = "latents" if kept else "no K and V"
+        raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")
+    if kept:
+        _log.warning(
+            "%d of %d layers are not kept in int8: they keep latents or an indexer's keys",
+            len(kept),
+            len(layout.layers),
+        )
     description = replace(
         served.description,
         families=layout.families,

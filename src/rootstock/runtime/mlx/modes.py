@@ -106,7 +106,9 @@ def _reason(failure: BaseException) -> str:
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:
-    """Returns whether MLX could not allocate an array: it has no exception of its own for that."""
+    """Returns whether memory was missing. MLX has no exception of its own for that: its allocator names malloc, and
+    Metal says "Insufficient Memory"."""
     if isinstance(failure, PoolsLost):
         return _is_out_of_memory(failure.cause)
-    return isinstance(failure, MemoryError) or "malloc" in str(failure)
+    said = str(failure)
+    return isinstance(failure, MemoryError) or "malloc" in said or "Insufficient Memory" in said

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,12 +27,14 @@ from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
 from rootstock.runtime.mlx.adapters import Adapters
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
-from rootstock.runtime.mlx.kv_pool import KVPool, evaluate
+from rootstock.runtime.mlx.kv_pool import EvaluationFailed, KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
-from rootstock.runtime.mlx.stand_ins import StandIn
+from rootstock.runtime.mlx.stand_ins import StandIn, UnusedCache
 from rootstock.runtime.mlx.state_pool import StatePool, States
 from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
+
+T = TypeVar("T")
 
 # Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading
 # the weights, which a second call would read again.
@@ -75,6 +77,7 @@ class MlxRuntime:
         self._states: StatePool | None = None
         self._attention: PoolAttention | None = None
         self._calls = 0
+        self._is_lost = False  # the pools' contents are not known, and they could not be made anew
 
     @property
     def description(self) -> ModelDescription:
@@ -113,20 +116,21 @@ class MlxRuntime:
             self._attention = PoolAttention(self._served.kernel)
 
     def apply(self, plan: Plan) -> None:
-        with mx.stream(self._device):
-            for returned in plan.returned:
-                if returned.family == len(self._families):
-                    self._state_pool.drop(returned.rows.tolist())
-            if plan.copies:
-                self._kv_pool.copy(plan.copies)
-            if plan.states:
-                self._state_pool.copy(plan.states)
+        self._guarded(lambda: self._apply(plan))
+
+    def _apply(self, plan: Plan) -> None:
+        for returned in plan.returned:
+            if returned.family == len(self._families):
+                self._state_pool.drop(returned.rows.tolist())
+        if plan.copies:
+            self._kv_pool.copy(plan.copies)
+        if plan.states:
+            self._state_pool.copy(plan.states)
 
     def read(self, part: RowPart) -> list[HostBytes]:
-        with mx.stream(self._device):
-            if part.family == len(self._families):
-                return self._state_pool.read(int(part.row))
-            return self._kv_pool.read(part.family, int(part.row), part.tokens)
+        if part.family == len(self._families):
+            return self._guarded(lambda: self._state_pool.read(int(part.row)))
+        return self._guarded(lambda: self._kv_pool.read(part.family, int(part.row), part.tokens))
 
     def buffers(self, part: RowPart) -> list[HostBytes]:
         """Returns new memory: an MLX array cannot be filled from outside."""
@@ -137,11 +141,10 @@ class MlxRuntime:
         return [np.empty(size, np.uint8) for size in sizes]
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
-        with mx.stream(self._device):
-            if part.family == len(self._families):
-                self._state_pool.place(int(part.row), buffers)
-            else:
-                self._kv_pool.place(part.family, int(part.row), part.tokens, buffers)
+        if part.family == len(self._families):
+            self._guarded(lambda: self._state_pool.place(int(part.row), buffers))
+        else:
+            self._guarded(lambda: self._kv_pool.place(part.family, int(part.row), part.tokens, buffers))
 
     def buffer_dtypes(self, family: int) -> list[str]:
         layout = self._layout
@@ -162,14 +165,16 @@ class MlxRuntime:
         self._adapters.unload(fingerprint)
 
     def forward(self, batch: Batch) -> Logits:
-        with mx.stream(self._device):
-            scored: dict[int, Logits] = {}
-            for call in self._calls_of(batch.segments):
-                logits = self._guarded_call(call)
-                for row, (number, segment) in enumerate(zip(call.numbers, call.segments, strict=True)):
-                    if segment.logits_to_keep:
-                        assert logits is not None
-                        scored[number] = logits[row, : len(segment.tokens)]
+        return self._guarded(lambda: self._forward(batch))
+
+    def _forward(self, batch: Batch) -> Logits:
+        scored: dict[int, Logits] = {}
+        for call in self._calls_of(batch.segments):
+            logits = self._call_model(call.segments, scores=any(s.logits_to_keep for s in call.segments))
+            for row, (number, segment) in enumerate(zip(call.numbers, call.segments, strict=True)):
+                if segment.logits_to_keep:
+                    assert logits is not None
+                    scored[number] = logits[row, : len(segment.tokens)]
         rows = [scored[number] for number in sorted(scored)]
         return np.concatenate(rows) if rows else np.empty((0, self._layout.vocab_size), np.float32)
 
@@ -208,20 +213,51 @@ class MlxRuntime:
             call.segments.append(segment)
         return list(groups.values())
 
-    def _guarded_call(self, call: _Call) -> NDArray[np.float32] | None:
-        """Calls the model. Raises PoolsLost if an exception has left the pools unusable."""
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Does work on the pools. Raises PoolsLost if a failure has left them with contents that nobody knows.
+
+        That is each failed evaluation: MLX raises the error of a device or of another thread with the evaluation that
+        comes next, and a write that has copied a pool may have left the copy empty.
+        """
+        with mx.stream(self._device):
+            if self._is_lost:
+                self._renew()
+            try:
+                return work()
+            except Exception as error:
+                # The frames of a traceback hold arrays, and each array of a pool that is held makes the next write a
+                # copy. Its text is kept for the log.
+                told = "".join(traceback.format_exception(error)).strip()
+                failure = error.with_traceback(None)
+                failure.__context__ = failure.__cause__ = None
+            failure.add_note(told)
+            if not isinstance(failure, EvaluationFailed):
+                # Writes of a graph that was not built to its end wait for an evaluation.
+                try:
+                    evaluate(self._kv_pool.arrays)
+                except EvaluationFailed as lost:
+                    failure = EvaluationFailed(lost.cause.with_traceback(None))
+                    failure.add_note(told)
+            if not isinstance(failure, EvaluationFailed):
+                raise failure
+            cause = failure.cause.with_traceback(None)
+            cause.__context__ = cause.__cause__ = None
+            cause.add_note(told)
+            self._is_lost = True
+            with contextlib.suppress(PoolsLost):  # the next call tries again
+                self._renew()
+            raise PoolsLost(cause) from cause
+
+    def _renew(self) -> None:
+        """Makes lost pools anew. Raises PoolsLost if that fails, too."""
         try:
-            return self._call_model(call.segments, scores=any(s.logits_to_keep for s in call.segments))
-        except Exception as error:
-            # The frames of a traceback hold arrays, and each array of a pool that is held makes the next write a
-            # copy. Its text is kept for the log.
-            told = "".join(traceback.format_exception(error)).strip()
-            failure = error.with_traceback(None)
-            failure.__context__ = failure.__cause__ = None
-        failure.add_note(told)
-        if self._kv_pool.renew():
-            raise PoolsLost(failure) from failure
-        raise failure
+            if self._states is not None:
+                self._states.clear()
+            self._kv_pool.renew()
+        except EvaluationFailed as failure:
+            cause = failure.cause.with_traceback(None)
+            raise PoolsLost(cause) from cause
+        self._is_lost = False
 
     def _call_model(self, segments: Sequence[Segment], *, scores: bool) -> NDArray[np.float32] | None:
         """Computes segments in one call. Returns [segments, new, vocab], or None without `scores`."""
@@ -277,7 +313,7 @@ class MlxRuntime:
                 stand_ins.append(StandIn(its_rows, pool.layers[path], grouped))
                 return stand_ins[-1]
             if path not in layout.states:
-                return cache  # the model does not use it
+                return UnusedCache(cache)
             recurrent[path] = made = mlx_cache.ArraysCache(len(layout.states[path]))
             made.cache = states.get(path, made.cache)
             return made
@@ -288,7 +324,11 @@ class MlxRuntime:
         finally:
             for each in stand_ins:
                 each.drop_arrays()
-        return logits, {path: list(cache.cache) for path, cache in recurrent.items()}
+        # A model may leave a view of the whole call's arrays as its state.
+        return logits, {
+            path: [None if state is None else mx.contiguous(state) for state in cache.cache]
+            for path, cache in recurrent.items()
+        }
 
     @property
     def _kv_pool(self) -> KVPool:

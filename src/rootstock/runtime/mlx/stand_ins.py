@@ -9,7 +9,7 @@ uses the gather, and the result is right as well.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -107,3 +107,28 @@ class StandIn:
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
         return self.keys, self.values
+
+
+class UnusedCache:
+    """Cache of a layer that wrote nothing in the survey. It answers questions, and refuses to keep anything: what it
+    kept would be of all requests."""
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "_inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "update_and_fetch":
+            raise RuntimeError(_REFUSED)
+        return getattr(self._inner, name)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._inner[number]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RuntimeError(_REFUSED)
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        raise RuntimeError(_REFUSED)
+
+
+_REFUSED = "the model fills a cache that it left empty when it was loaded"

@@ -48,10 +48,7 @@ class StatePool:
         if len(rows) == 1:
             return {path: list(arrays) for path, arrays in rows[0].items()}
         return {
-            path: [
-                None if first is None else mx.concatenate([_there(row[path][number]) for row in rows])
-                for number, first in enumerate(rows[0][path])
-            ]
+            path: [_joined([row[path][number] for row in rows]) for number in range(len(rows[0][path]))]
             for path in rows[0]
         }
 
@@ -81,6 +78,11 @@ class StatePool:
             self._split()
         for slot in dropped:
             self._rows.pop(slot, None)
+
+    def clear(self) -> None:
+        """Drops all states."""
+        self._rows.clear()
+        self._last = None
 
     def read(self, slot: int) -> list[HostBytes]:
         """Copies a state to the host, layer by layer."""
@@ -135,6 +137,13 @@ class StatePool:
 
 def _arrays(states: States) -> list[mx.array]:
     return [array for arrays in states.values() for array in arrays if array is not None]
+
+
+def _joined(arrays: Sequence[mx.array | None]) -> mx.array | None:
+    """Returns [slots, …] of arrays [1, …]; None for an array that the model never sets."""
+    if all(array is None for array in arrays):
+        return None
+    return mx.concatenate([_there(array) for array in arrays])
 
 
 def _there(array: mx.array | None) -> mx.array:

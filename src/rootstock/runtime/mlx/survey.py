@@ -29,7 +29,7 @@ from rootstock.cache.families import (
 CachePath = tuple[int, ...]
 """Place of a cache in the tree of a model's caches: (layer,), and an index more in each CacheList."""
 
-_PROBE_TOKENS = (3, 5)
+_PROBE_TOKENS = (1, 5)  # a state may keep the last few tokens, as many as there are
 # A subclass of one of them may keep something else.
 _KNOWN = (
     mlx_cache.KVCache,
@@ -65,6 +65,12 @@ class LayerShape:
             widths.append((self.heads, self.value_dim))
         kept: list[tuple[tuple[int, ...], mx.Dtype]] = [(width, self.kept_dtype) for width in widths]
         return [*kept, *(((self.heads,), mx.float32) for _ in widths)] if self.is_rounded else kept
+
+    @property
+    def is_latent(self) -> bool:
+        """Returns whether K and V of all heads are made of the one vector that is kept, or whether it is an indexer's
+        key. Plain K and V are two arrays of one width."""
+        return self.heads == 1 and (self.shares_values or self.key_dim != self.value_dim)
 
     @property
     def kept_dtype(self) -> mx.Dtype:
@@ -103,8 +109,8 @@ class Layout:
         return bool(self.states)
 
     def with_rounded_rows(self) -> Layout:
-        """Returns the layout with pools that keep K and V in int8."""
-        layers = {path: replace(shape, is_rounded=True) for path, shape in self.layers.items()}
+        """Returns the layout with pools that keep K and V in int8, except latents and the indexers' keys."""
+        layers = {path: replace(shape, is_rounded=not shape.is_latent) for path, shape in self.layers.items()}
         rules = token_families(self.families)
         return replace(self, families=(*_sized(rules, layers), *self.families[len(rules) :]), layers=layers)
 
