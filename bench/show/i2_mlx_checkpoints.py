@@ -141,7 +141,7 @@ def ask(url: str, question: str) -> tuple[list[int], int]:
     body = {"messages": messages(question), "temperature": 0, "max_tokens": ANSWER_TOKENS, "logprobs": True}
     body["model"] = "any"
     answer = (
-        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600, trust_env=False)
         .raise_for_status()
         .json()
     )
@@ -165,7 +165,7 @@ def server(directory: Path, disk: Path) -> PeerProcess:
     command += ["--dtype", "float32", "--kv-budget", "64MiB", "--block-size", "8", "--chunk-tokens", "64"]
     command += ["--disk-dir", str(disk), "--disk-budget", "256MiB"]
     # On a CPU, MLX would call a C++ compiler for each function.
-    return PeerProcess(command, port, {"MLX_DISABLE_COMPILE": "1"}, ready_path="/health", ready_within_s=120)
+    return PeerProcess(command, port, {"MLX_DISABLE_COMPILE": "1"}, ready_path="/health", ready_within_s=600)
 
 
 def measure(name: str, bits: int | None = None) -> Measured:

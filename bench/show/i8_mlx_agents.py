@@ -52,6 +52,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "windows": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_hidden_layers": 6},
 }
 UNLIMITED = ("--prompt-cache-size", "100000")
+READY_WITHIN_S = 600.0  # also on a busy machine
 WITHOUT_COMPILER = {"MLX_DISABLE_COMPILE": "1"}
 
 
@@ -106,13 +107,13 @@ def rootstock(runtime: str, model: Path) -> PeerProcess:
     if runtime == "torch":
         options += ["--device", "cpu"]
     command = [sys.executable, "-m", "rootstock", "serve", str(model), *options]
-    return PeerProcess(command, port, WITHOUT_COMPILER, ready_path="/health")
+    return PeerProcess(command, port, WITHOUT_COMPILER, "/health", READY_WITHIN_S)
 
 
 def mlx_lm_server(model: Path, *options: str) -> PeerProcess:
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port), *options]
-    return PeerProcess(command, port, WITHOUT_COMPILER, ready_path="/health")
+    return PeerProcess(command, port, WITHOUT_COMPILER, "/health", READY_WITHIN_S)
 
 
 # ---- the load

@@ -65,6 +65,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
 ADAPTER = "adapter"  # of some requests: the oracle has other tokens for them
+LOST_SHARE = 0.3  # of forwards that fail: they lose the pools
 SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
@@ -267,11 +268,12 @@ def run_tiered_schedule(
     outcome: TierOutcome | None = None,
     provenance: Provenance | None = None,
     subject: Subject = ORACLE,
+    lost_share: float = LOST_SHARE,
 ) -> TierOutcome:
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
-    after a restart continue earlier ones."""
+    after a restart continue earlier ones. `lost_share` of the forwards that fail lose the pools."""
     rng = np.random.default_rng([seed, 1])
-    fault = _faults(rng, seed)
+    fault = _faults(rng, seed, lost_share)
     families = families or subject.families or _families(rng)
     failing = Failing(
         stores=float(rng.choice([0.0, 0.1])),
@@ -560,14 +562,14 @@ class Guesses:
         pass
 
 
-def _faults(rng: np.random.Generator, seed: int) -> Callable[[Batch], None]:
+def _faults(rng: np.random.Generator, seed: int, lost_share: float = LOST_SHARE) -> Callable[[Batch], None]:
     """Draws how often forwards fail: never in two thirds of the schedules. Some failures lose the pools."""
     fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
     losses = np.random.default_rng([seed, 8])
 
     def fault(batch: Batch) -> None:
         if fail_rate and rng.random() < fail_rate:
-            raise Injected if losses.random() < 0.7 else PoolsLost(Injected())
+            raise PoolsLost(Injected()) if losses.random() < lost_share else Injected
 
     return fault
 

@@ -38,11 +38,13 @@ def show_schedules(
     default: int,
     first: int,
     tests: Collection[str] = (),
+    only: str = "",
     **more: Any,
 ) -> None:
     """Runs schedules from seed `first` on and all tests that hold these behaviours, and judges both.
 
-    `exercised` names the counts of an outcome that must not be zero. `more` are further figures.
+    `exercised` names the counts of an outcome that must not be zero. `only` is a part of the names of the tests that
+    run, or of their parameters, files or folders. `more` are further figures.
     """
     parser = argument_parser(description)
     parser.add_argument("--schedules", type=int, default=default)
@@ -86,5 +88,6 @@ def show_schedules(
         figures["state_machine_exit"] = run_tests(*tests)
         bars["state_machine_exit"] = exactly(0)
     named = " or ".join(sorted({name for names in held.values() for name in names}))
-    figures["behaviour_tests_exit"] = run_tests("tests", "-k", named)
+    chosen = f"({named}) and {only}" if only else named
+    figures["behaviour_tests_exit"] = run_tests("tests", "-k", chosen)
     conclude(show, figures, bars)
