@@ -51,7 +51,9 @@ atexit.register(lambda: print("imported:", [n for n in {names} if sys.modules.ge
 IMPORT_ALL = """
 import importlib, pkgutil
 import rootstock
-OF_RUNTIMES = ("rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels")
+OF_RUNTIMES = (
+    "rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels", "rootstock.bench.mlx_measurements"
+)
 for module in pkgutil.walk_packages(rootstock.__path__, "rootstock."):
     if not module.name.startswith(OF_RUNTIMES):
         importlib.import_module(module.name)

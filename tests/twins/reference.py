@@ -67,7 +67,7 @@ class Reference:
             shortest = 2 if self._decodes_are_wrong else 1
             ways: list[Sequence[int]] = [random_cuts(length, seed, shortest) for seed in range(3)]
             if not self._decodes_are_wrong:
-                ways += [range(length // 2, length), range(length // 8, length)]
+                ways += [range(max(1, length // part), length) for part in (2, 8)]
             together = np.stack(list(sequences.values()))
             expected = np.stack([self.logits(tokens) for tokens in sequences.values()])
             for cuts in ways:

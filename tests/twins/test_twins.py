@@ -68,7 +68,8 @@ EXPECTED = FULL | WINDOWS | CHANGED_ON_THE_WAY | STATES | ALONE
 def twin_in(directory: Path, model_type: str) -> Twin:
     runtime = load(save(directory, model_type))
     allocate(runtime)
-    return Twin(model_type, runtime, Reference(model_type, directory).logits)
+    reference = Reference(model_type, directory)
+    return Twin(model_type, runtime, reference.logits, noise=reference.noise_of)
 
 
 @pytest.fixture(scope="module", params=EXPECTED)

