@@ -125,7 +125,7 @@ MAKE_MASK = function(StandIn, "make_mask")
 CALLS = function(MlxRuntime, "_calls_of")
 SHARED = function(MlxRuntime, "_shared_calls")
 CALL = function(MlxRuntime, "_call_model")
-FORWARD = function(MlxRuntime, "forward")
+FORWARD = function(MlxRuntime, "_forward")
 ATTEND, MERGE = function(KERNEL, "_attend"), function(KERNEL, "_merge")
 
 MUTATIONS = (
