@@ -106,9 +106,9 @@ def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], dict[str, A
             "layout": ("scattered", "runs", "contiguous")[number % 3],
             "seed": number,
         }
-        yield fields, lengths, {"shared_value_dim": shared, "is_rounded": number % 5 == 4}
+        yield fields, lengths, {"shared_value_dim": shared, "is_quantized": number % 5 == 4}
         number += 1
-    for dtype, family, sinks, softcap, lengths, is_rounded in product(
+    for dtype, family, sinks, softcap, lengths, is_quantized in product(
         DTYPES, FAMILIES, (False, True), (None, 3.0), (DECODES, DRAFTS), (False, True)
     ):
         yield (
@@ -124,7 +124,7 @@ def cases() -> Iterator[tuple[dict[str, Any], list[tuple[int, int]], dict[str, A
                 "seed": number,
             },
             lengths,
-            {"is_rounded": is_rounded},
+            {"is_quantized": is_quantized},
         )
         number += 1
 
@@ -136,7 +136,7 @@ def is_caught(directory: Path, old: str, new: str) -> bool:
         kernel = PagedKernel(Emulation(directory, replace={old: new}), occupancy)
         try:
             batch = make_batch(lengths, family=family, **fields)
-            error = max(worst_error(kernel, batch), worst_error(kernel, batch, is_rounded=True))
+            error = max(worst_error(kernel, batch), worst_error(kernel, batch, is_quantized=True))
         except EmulationError:
             return True
         if error > TOLERANCES[torch.float32]:

@@ -311,13 +311,13 @@ MUTATIONS = (
     Mutation(
         "sequences get one another's states",
         QWEN,
-        function(StatePool, "take"),
+        function(StatePool, "joined"),
         edited("[self._rows[slot] for slot in slots]", "[self._rows[slot] for slot in reversed(slots)]"),
     ),
     Mutation(
         "the last batch's states are returned for other slots",
         NEMOTRON,
-        function(StatePool, "take"),
+        function(StatePool, "joined"),
         edited("self._last.slots == tuple(slots)", "len(self._last.slots) == len(slots)"),
     ),
     Mutation(
@@ -338,7 +338,7 @@ MUTATIONS = (
         function(StatePool, "put"),
         edited("self._last = _BatchStates(", "self._last = self._last or _BatchStates("),
     ),
-    Mutation("the recurrent part of a state is lost", QWEN, function(StatePool, "take"), last_state_lost),
+    Mutation("the recurrent part of a state is lost", QWEN, function(StatePool, "joined"), last_state_lost),
     Mutation("states stay as they were", MAMBA, CALL, edited("self._state_pool.put(slots, states)", "pass")),
     Mutation("a state's bytes come back in another order", QWEN, function(StatePool, "read"), in_reverse),
     Mutation(

@@ -40,7 +40,7 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.float().numpy()).astype(DTYPES[tensor.dtype])
 
 
-def rounded(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a pool [blocks, size, heads, dim] to int8. Returns the codes and the scales [blocks, size, heads].
     The scale of a position that must not be read is not a number."""
     scales = pool.float().abs().amax(-1) / 127
@@ -49,13 +49,13 @@ def rounded(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend(
-    kernel: PagedKernel, batch: RaggedBatch, *, shared_value_dim: int = 0, is_rounded: bool = False
+    kernel: PagedKernel, batch: RaggedBatch, *, shared_value_dim: int = 0, is_quantized: bool = False
 ) -> NDArray[np.float32]:
-    """Attends a batch. With `shared_value_dim` V is the beginning of K, with `is_rounded` the pools are int8."""
+    """Attends a batch. With `shared_value_dim` V is the beginning of K, with `is_quantized` the pools are int8."""
     scores = batch.scores
     keys, values, scales = batch.keys, batch.values, None
-    if is_rounded:
-        (keys, key_scales), (values, value_scales) = rounded(keys), rounded(values)
+    if is_quantized:
+        (keys, key_scales), (values, value_scales) = quantized(keys), quantized(values)
         value_scales = key_scales if shared_value_dim else value_scales
         scales = to_mlx(key_scales.flatten(0, 1)), to_mlx(value_scales.flatten(0, 1))
     out = kernel.attend(
@@ -74,11 +74,11 @@ def attend(
 
 
 def expected(
-    batch: RaggedBatch, *, shared_value_dim: int = 0, is_rounded: bool = False
+    batch: RaggedBatch, *, shared_value_dim: int = 0, is_quantized: bool = False
 ) -> NDArray[np.float64]:
     keys, values = batch.keys, batch.values
-    if is_rounded:
-        keys, values = (codes.float() * scales[..., None] for codes, scales in map(rounded, (keys, values)))
+    if is_quantized:
+        keys, values = (codes.float() * scales[..., None] for codes, scales in map(quantized, (keys, values)))
     values = keys[..., :shared_value_dim] if shared_value_dim else values
     answer: NDArray[np.float64] = reference.attend(
         batch.query, keys, values, batch.spans, batch.scores, batch.family

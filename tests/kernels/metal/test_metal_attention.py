@@ -97,9 +97,9 @@ def test_pools_of_int8_equal_the_reference_on_the_numbers_that_they_mean(
         }
         batch = make_batch([(70, 1), (30, 5)], sinks=True, softcap=3.0, seed=order, **fields)
         kernel = PagedKernel(Emulation(compiled, reversed=order), occupancy)
-        error = worst_error(kernel, batch, shared_value_dim=shared_value_dim, is_rounded=True)
+        error = worst_error(kernel, batch, shared_value_dim=shared_value_dim, is_quantized=True)
         assert error <= TOLERANCES[dtype]
-        assert {use.is_rounded for use in kernel.uses} == {True}
+        assert {use.is_quantized for use in kernel.uses} == {True}
 
 
 lengths = st.lists(
@@ -232,10 +232,10 @@ def test_the_trial_at_load_tells_why_the_kernel_cannot_be_used(
     right = used(PagedKernel(Emulation(compiled)))
     uses = right.uses
     assert why_not(right, uses) is None
-    rounded = {replace(use, is_rounded=True) for use in uses}
-    assert why_not(right, rounded) is None
+    quantized = {replace(use, is_quantized=True) for use in uses}
+    assert why_not(right, quantized) is None
     forgotten = PagedKernel(Emulation(compiled, replace={"score *= key_scale[t];": ""}))
-    assert "blocks of 7, int8 pools" in str(why_not(forgotten, rounded))
+    assert "blocks of 7, int8 pools" in str(why_not(forgotten, quantized))
     swapped = used(
         PagedKernel(Emulation(compiled, replace={"(slot * HEADS + head) * D": "slot * HEADS * D"}))
     )

@@ -97,25 +97,25 @@ def make_model(kind: str) -> nn.Module:
 
 
 def run(
-    model: nn.Module, kernel: PagedKernel | None, *, is_rounded: bool = False
+    model: nn.Module, kernel: PagedKernel | None, *, is_quantized: bool = False
 ) -> tuple[dict[str, list[ScoredRows]], MlxRuntime]:
     made = served(model, kernel=kernel)
-    if is_rounded:
-        made = replace(made, layout=made.layout.with_rounded_rows())
+    if is_quantized:
+        made = replace(made, layout=made.layout.with_quantized_rows())
     runtime = MlxRuntime(model, made)
     tokens = trial_tokens(runtime.description)
     return Trial(runtime, tokens["long"], tokens["short"]).run(), runtime
 
 
-@pytest.mark.parametrize("is_rounded", [False, True], ids=["exact", "int8"])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["exact", "int8"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_on_the_kernel_equals_itself_on_views_and_gathers(
-    kind: str, is_rounded: bool, compiled: Path
+    kind: str, is_quantized: bool, compiled: Path
 ) -> None:
     model = make_model(kind)
     kernel = PagedKernel(Emulation(compiled), Occupancy(threadgroups=100, least_split=16))
-    ours, runtime = run(model, kernel, is_rounded=is_rounded)
-    without, _ = run(model, None, is_rounded=is_rounded)
+    ours, runtime = run(model, kernel, is_quantized=is_quantized)
+    without, _ = run(model, None, is_quantized=is_quantized)
     assert ours.keys() == without.keys()
     worst = 0.0
     for name, rows in without.items():
@@ -128,4 +128,4 @@ def test_a_model_on_the_kernel_equals_itself_on_views_and_gathers(
     has_states = any(isinstance(family, RecurrentState) for family in runtime.description.families)
     assert has_states is (kind == "qwen3_next")
     assert {use.has_sinks for use in kernel.uses} == {kind == "gpt_oss"}
-    assert {use.is_rounded for use in kernel.uses} == {is_rounded}
+    assert {use.is_quantized for use in kernel.uses} == {is_quantized}

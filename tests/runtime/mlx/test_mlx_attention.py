@@ -33,14 +33,14 @@ class Layer:
     """An attention layer before a call: a pool with the earlier positions, and the call's own rows."""
 
     call: Call
-    is_rounded: bool = False
+    is_quantized: bool = False
     shares_values: bool = False
     pool: LayerPool = field(init=False)
     stand_in: StandIn = field(init=False)
 
     def __post_init__(self) -> None:
         value_dim = KEY_DIM if self.shares_values else VALUE_DIM
-        shape = LayerShape(0, HEADS, KEY_DIM, value_dim, mx.float32, self.shares_values, self.is_rounded)
+        shape = LayerShape(0, HEADS, KEY_DIM, value_dim, mx.float32, self.shares_values, self.is_quantized)
         self.pool = LayerPool(shape, SIZE * BLOCKS)
         call, random = self.call, np.random.default_rng(1)
         self.positions = [  # of each sequence: K and V [heads, positions, dim]
@@ -155,7 +155,7 @@ def test_values_may_be_the_keys() -> None:
 
 @OF_FAMILY
 def test_int8_rows_are_read_with_their_scales(family: TokenFamily) -> None:
-    layer = Layer(drawn(family, 1), is_rounded=True)
+    layer = Layer(drawn(family, 1), is_quantized=True)
     with attention_on_pools(PoolAttention(None)):
         assert_equal(layer.call, layer.attend(), layer.by_hand(), tolerance=0.05)
 
@@ -333,12 +333,12 @@ class Echo:
 
 
 @pytest.mark.parametrize(
-    ("longest", "is_rounded", "is_used"), [(4, False, True), (9, False, False), (4, True, True)]
+    ("longest", "is_quantized", "is_used"), [(4, False, True), (9, False, False), (4, True, True)]
 )
-def test_a_kernel_serves_few_rows(longest: int, is_rounded: bool, is_used: bool) -> None:
+def test_a_kernel_serves_few_rows(longest: int, is_quantized: bool, is_used: bool) -> None:
     call = drawn(SlidingWindow(1, 1, 5), 5, count=3, longest=longest)
     assert (max(call.lengths) <= 4) == (longest == 4)
-    layer, kernel = Layer(call, is_rounded), Echo()
+    layer, kernel = Layer(call, is_quantized), Echo()
     attention = PoolAttention(kernel)  # type: ignore[arg-type]
     with attention_on_pools(attention):
         ours = layer.attend()
@@ -353,4 +353,4 @@ def test_a_kernel_serves_few_rows(longest: int, is_rounded: bool, is_used: bool)
         ]
         assert [max(0, count) for count in seen] == expected
     else:
-        assert_equal(call, ours, layer.by_hand(), tolerance=0.05 if is_rounded else 1e-5)
+        assert_equal(call, ours, layer.by_hand(), tolerance=0.05 if is_quantized else 1e-5)

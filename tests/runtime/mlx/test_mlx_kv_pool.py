@@ -27,9 +27,9 @@ def shape(
     family: int = 0,
     value_dim: int = VALUE_DIM,
     shares_values: bool = False,
-    is_rounded: bool = False,
+    is_quantized: bool = False,
 ) -> LayerShape:
-    return LayerShape(family, HEADS, KEY_DIM, value_dim, dtype, shares_values, is_rounded)
+    return LayerShape(family, HEADS, KEY_DIM, value_dim, dtype, shares_values, is_quantized)
 
 
 def pool_of(*shapes: LayerShape) -> KVPool:
@@ -186,7 +186,7 @@ def test_a_layer_may_keep_keys_alone() -> None:
 
 
 def test_int8_rows_are_within_half_a_code_of_what_was_written() -> None:
-    pool = pool_of(shape(is_rounded=True))
+    pool = pool_of(shape(is_quantized=True))
     keys, values = write(pool, range(7))
     layer = pool.layers[PATH]
     for ours, given in ((layer.keys_at((0, 7)), keys), (layer.values_at((0, 7)), values)):
@@ -198,13 +198,13 @@ def test_int8_rows_are_within_half_a_code_of_what_was_written() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_int8_rows_are_read_in_the_models_dtype(dtype: mx.Dtype) -> None:
-    layer = pool_of(shape(dtype, is_rounded=True)).layers[PATH]
+    layer = pool_of(shape(dtype, is_quantized=True)).layers[PATH]
     assert layer.keys_at((0, 2)).dtype == dtype
     assert [array.dtype for array in layer.arrays] == [mx.int8, mx.int8, mx.float32, mx.float32]
 
 
 def test_int8_rows_of_zeros_stay_zeros() -> None:
-    pool = pool_of(shape(is_rounded=True))
+    pool = pool_of(shape(is_quantized=True))
     zeros = mx.zeros((1, HEADS, 2, KEY_DIM))
     pool.layers[PATH].write(mx.array([3, 4]), zeros, zeros[..., :VALUE_DIM])
     assert not np.array(pool.layers[PATH].keys_at((0, SLOTS))).any()
@@ -221,7 +221,7 @@ def copies(*given: tuple[int, int, int, int]) -> list[BlockCopy]:
 def test_copies_have_the_result_of_copying_one_after_the_other(seed: int) -> None:
     """Sources may be targets of earlier copies, and the other way round."""
     random = np.random.default_rng(seed)
-    pool = pool_of(shape(), shape(family=1), shape(is_rounded=True))
+    pool = pool_of(shape(), shape(family=1), shape(is_quantized=True))
     fill(pool)
     expected = content(pool)
     chosen = [
@@ -260,8 +260,8 @@ def test_a_row_that_is_written_twice_has_the_later_content() -> None:
         shape(),
         shape(mx.float16),
         shape(mx.bfloat16),
-        shape(is_rounded=True),
-        shape(mx.bfloat16, is_rounded=True),
+        shape(is_quantized=True),
+        shape(mx.bfloat16, is_quantized=True),
         shape(value_dim=KEY_DIM, shares_values=True),
         shape(value_dim=0),
     ],

@@ -98,17 +98,17 @@ def of_rows(name: str, wrong: Callable[[Any, Any], Any]) -> Callable[[pytest.Mon
 
 
 def a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = state_pool.StatePool.take
+    own = state_pool.StatePool.joined
 
-    def take(self: Any, slots: Any) -> Any:
+    def joined(self: Any, slots: Any) -> Any:
         return {path: [mx.zeros_like(a) for a in arrays] for path, arrays in own(self, slots).items()}
 
-    monkeypatch.setattr(state_pool.StatePool, "take", take)
+    monkeypatch.setattr(state_pool.StatePool, "joined", joined)
 
 
 def swapped_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = state_pool.StatePool.take
-    monkeypatch.setattr(state_pool.StatePool, "take", lambda self, slots: own(self, list(reversed(slots))))
+    own = state_pool.StatePool.joined
+    monkeypatch.setattr(state_pool.StatePool, "joined", lambda self, slots: own(self, list(reversed(slots))))
 
 
 def keys_one_slot_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_the_offset_advances_by_the_new_rows() -> None:
 def test_sizes_are_those_of_the_longest_sequence() -> None:
     call = Call(FULL, [np.arange(8, dtype=np.int32), np.arange(8, 16, dtype=np.int32)], [0, 6], [9, 1])
     stand_in = made(call)
-    assert stand_in.size() == 9
+    assert stand_in.size() == 6
     assert not stand_in.empty()
     assert not stand_in.is_trimmable()
     assert made(Call(FULL, call.tables, [0, 0], [9, 1])).empty()

@@ -68,7 +68,7 @@ def pool() -> StatePool:
 def test_a_batch_stays_joined_while_the_same_sequences_run(pool: StatePool) -> None:
     states = drawn(3, 1)
     pool.put([4, 0, 6], states)
-    again = pool.take([4, 0, 6])
+    again = pool.joined([4, 0, 6])
     assert again is not states, "a model fills the lists that it is given"
     for path, arrays in states.items():
         assert all(ours is given for ours, given in zip(again[path], arrays, strict=True))
@@ -79,7 +79,7 @@ def test_other_sequences_get_their_own_states(pool: StatePool, slots: Sequence[i
     put = [4, 0, 6]
     states = drawn(3, 1)
     pool.put(put, states)
-    taken = pool.take(slots)
+    taken = pool.joined(slots)
     for row, slot in enumerate(slots):
         assert_row(taken, row, states, put.index(slot))
 
@@ -90,7 +90,7 @@ def test_batches_one_after_the_other_keep_the_states_of_those_that_pause(pool: S
     for step in range(40):
         slots = random.permutation(SLOTS)[: random.integers(1, SLOTS)].tolist()
         if step % 5 and all(slot in latest for slot in slots):
-            taken = pool.take(slots)
+            taken = pool.joined(slots)
             for row, slot in enumerate(slots):
                 assert_row(taken, row, *latest[slot])
         states = drawn(len(slots), 100 + step)
@@ -98,26 +98,26 @@ def test_batches_one_after_the_other_keep_the_states_of_those_that_pause(pool: S
         latest |= {slot: (states, row) for row, slot in enumerate(slots)}
     assert len(latest) == SLOTS
     for slot, (states, row) in latest.items():
-        assert_row(pool.take([slot]), 0, states, row)
+        assert_row(pool.joined([slot]), 0, states, row)
 
 
 def test_an_array_that_the_model_never_sets_stays_none(pool: StatePool) -> None:
     pool.put([1, 2], drawn(2, 1))
-    assert pool.take([2, 1])[CONVOLUTION][1] is None
+    assert pool.joined([2, 1])[CONVOLUTION][1] is None
     pool.place(3, pool.read(1))
-    assert pool.take([3])[CONVOLUTION][1] is None
+    assert pool.joined([3])[CONVOLUTION][1] is None
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS])
 def test_a_slot_outside_of_the_pool_is_refused(pool: StatePool, slot: int) -> None:
     with pytest.raises(AssertionError, match="no such slot"):
-        pool.take([slot])
+        pool.joined([slot])
 
 
 def test_a_slot_that_no_forward_has_filled_has_no_state(pool: StatePool) -> None:
     pool.put([1], drawn(1, 1))
     with pytest.raises(KeyError):
-        pool.take([2])
+        pool.joined([2])
 
 
 # ---- copies
@@ -128,11 +128,11 @@ def test_a_checkpoint_keeps_the_state_at_which_it_was_made(pool: StatePool) -> N
     pool.put([0, 1], states)
     copy(pool, (1, 5))
     pool.put([0, 1], later)
-    assert_row(pool.take([5]), 0, states, 1)
-    assert_row(pool.take([1, 0]), 0, later, 1)
+    assert_row(pool.joined([5]), 0, states, 1)
+    assert_row(pool.joined([1, 0]), 0, later, 1)
     copy(pool, (5, 1))
-    assert_row(pool.take([1]), 0, states, 1)
-    assert_row(pool.take([0]), 0, later, 0)
+    assert_row(pool.joined([1]), 0, states, 1)
+    assert_row(pool.joined([0]), 0, later, 0)
 
 
 def test_copies_are_made_one_after_the_other(pool: StatePool) -> None:
@@ -140,14 +140,14 @@ def test_copies_are_made_one_after_the_other(pool: StatePool) -> None:
     pool.put([0, 1, 2], states)
     copy(pool, (0, 1), (1, 2), (2, 7))
     for slot in (1, 2, 7):
-        assert_row(pool.take([slot]), 0, states, 0)
+        assert_row(pool.joined([slot]), 0, states, 0)
 
 
 def test_a_copy_of_an_unfilled_slot_leaves_its_target_unfilled(pool: StatePool) -> None:
     pool.put([0], drawn(1, 1))
     copy(pool, (3, 0))
     with pytest.raises(KeyError):
-        pool.take([0])
+        pool.joined([0])
 
 
 # ---- bytes
@@ -161,9 +161,9 @@ def test_a_state_that_is_read_and_placed_elsewhere_is_the_same(pool: StatePool) 
     pool.place(6, read)
     pool.place(2, read)  # of the same batch
     for slot in (1, 2, 6):
-        assert_row(pool.take([slot]), 0, states, 1)
-    assert_row(pool.take([0]), 0, states, 0)
-    assert [array.dtype for arrays in pool.take([6]).values() for array in arrays if array is not None] == [
+        assert_row(pool.joined([slot]), 0, states, 1)
+    assert_row(pool.joined([0]), 0, states, 0)
+    assert [array.dtype for arrays in pool.joined([6]).values() for array in arrays if array is not None] == [
         mx.bfloat16,
         mx.float32,
         mx.float32,
@@ -185,7 +185,7 @@ def test_a_state_that_was_placed_is_a_copy_of_the_buffers(pool: StatePool) -> No
     pool.place(1, buffers)
     for buffer in buffers:
         buffer[:] = 0
-    assert_row(pool.take([1]), 0, states, 0)
+    assert_row(pool.joined([1]), 0, states, 0)
 
 
 # ---- memory
@@ -217,11 +217,11 @@ def test_a_dropped_state_of_the_last_batch_leaves_the_others(pool: StatePool) ->
     states = drawn(3, 1)
     pool.put([0, 1, 2], states)
     pool.drop([1, 7])
-    taken = pool.take([0, 2])
+    taken = pool.joined([0, 2])
     assert_row(taken, 0, states, 0)
     assert_row(taken, 1, states, 2)
     with pytest.raises(KeyError):
-        pool.take([1])
+        pool.joined([1])
 
 
 def test_a_checkpoint_takes_memory_only_when_its_sequence_moves_on() -> None:

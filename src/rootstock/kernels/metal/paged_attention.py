@@ -41,14 +41,14 @@ class LayerUse:
     shares_values: bool  # V is the beginning of K
     has_sinks: bool
     has_softcap: bool
-    is_rounded: bool = False  # the pools are int8, with scales
+    is_quantized: bool = False  # the pools are int8, with scales
 
     def __str__(self) -> str:
         heads = self.heads
         return (
             f"{heads.q_heads}/{heads.kv_heads} heads of {heads.key_dim} and {heads.value_dim} numbers"
             f" in {str(self.dtype).removeprefix('mlx.core.')}, blocks of {self.block_size}"
-            f"{', int8 pools' * self.is_rounded}{', shared values' * self.shares_values}"
+            f"{', int8 pools' * self.is_quantized}{', shared values' * self.shares_values}"
             f"{', sinks' * self.has_sinks}{', softcap' * self.has_softcap}"
         )
 
@@ -164,7 +164,7 @@ class PagedKernel:
                 ("L", launch.lines),
                 ("BLOCK", rows.block_size),
                 ("SEVERAL", launch.has_shared_tiles),
-                ("ROUNDED", scales is not None),
+                ("QUANTIZED", scales is not None),
                 ("SINKS", sinks is not None),
                 ("SOFTCAP", softcap != 0.0),
                 ("SPLIT", is_split),

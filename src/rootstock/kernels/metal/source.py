@@ -96,7 +96,7 @@ ATTEND = (
                 const size_t slot = size_t(blocks[position / BLOCK]) * BLOCK + position % BLOCK;
                 const device T* key = keys + (slot * HEADS + head) * D + lane * QN;
                 const device T* value = values + (slot * HEADS + head) * VALUE_ROW + lane * VN;
-                if (ROUNDED) {
+                if (QUANTIZED) {
                     key_scale[t] = key_scales[slot * HEADS + head];
                     value_scale[t] = value_scales[slot * HEADS + head];
                 }
@@ -124,7 +124,7 @@ ATTEND = (
                         for (int j = 0; j < QN; ++j)
                             score += q[l][j] * static_cast<float>(k[t][j]);
                         score = simd_sum(score);
-                        if (ROUNDED)
+                        if (QUANTIZED)
                             score *= key_scale[t];
                         if (SOFTCAP)
                             score = softcap * metal::precise::tanh(score / softcap);
@@ -137,7 +137,7 @@ ATTEND = (
                         }
                         const float weight = metal::fast::exp(score - top[l]);
                         sum[l] += weight;
-                        const float share = ROUNDED ? weight * value_scale[t] : weight;
+                        const float share = QUANTIZED ? weight * value_scale[t] : weight;
                         for (int j = 0; j < VN; ++j)
                             o[l][j] += share * static_cast<float>(v[t][j]);
                     }

@@ -71,7 +71,7 @@ def error_of(
     def pool(dim: int) -> tuple[mx.array, mx.array, NDArray[np.float64]]:
         """Returns rows, their scales, and the numbers that they mean."""
         shape = (table.size * size, heads.kv_heads)
-        if not use.is_rounded:
+        if not use.is_quantized:
             rows = draw(*shape, dim)
             return rows, mx.ones(shape), _on_host(rows)
         codes = random.integers(-127, 128, (*shape, dim), np.int8)
@@ -92,7 +92,7 @@ def error_of(
         None if use.shares_values else values,
         rows,
         scale=scale,
-        scales=(key_scales, value_scales) if use.is_rounded else None,
+        scales=(key_scales, value_scales) if use.is_quantized else None,
         sinks=sinks,
         softcap=softcap,
         shared_value_dim=heads.value_dim,

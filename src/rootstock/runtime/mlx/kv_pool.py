@@ -58,7 +58,7 @@ def _taken(array: mx.array, slots: Slots) -> mx.array:
     return mx.take(array, slots, axis=0)
 
 
-def _rounded(rows: mx.array) -> tuple[mx.array, mx.array]:
+def _quantized(rows: mx.array) -> tuple[mx.array, mx.array]:
     """Quantizes rows [rows, heads, dim] to codes of int8. Returns them and the scales [rows, heads]."""
     exact = rows.astype(mx.float32)
     scales = mx.max(mx.abs(exact), axis=-1) / _CODES
@@ -98,7 +98,7 @@ class LayerPool:
     def scales(self) -> tuple[mx.array, mx.array] | None:
         """Returns the scales of K and of V, [slots, heads] each; None: the rows are not quantized."""
         kept = self._arrays[len(self._arrays) // 2 :]
-        return (kept[0], kept[-1]) if self.shape.is_rounded else None
+        return (kept[0], kept[-1]) if self.shape.is_quantized else None
 
     def keys_at(self, slots: Slots) -> mx.array:
         """Returns K [slots, heads, key_dim] in the model's dtype: a view of a run of slots, a gather of others."""
@@ -112,19 +112,19 @@ class LayerPool:
 
     def _at(self, number: int, slots: Slots) -> mx.array:
         rows = _taken(self._arrays[number], slots)
-        if not self.shape.is_rounded:
+        if not self.shape.is_quantized:
             return rows
         scales = _taken(self._arrays[number + len(self._arrays) // 2], slots)
         return (rows.astype(mx.float32) * scales[..., None]).astype(self.shape.dtype)
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Writes K and V [sequences, heads, new, dim] to slots [sequences · new], row by row."""
-        kept = len(self._arrays) // 2 if self.shape.is_rounded else len(self._arrays)
+        kept = len(self._arrays) // 2 if self.shape.is_quantized else len(self._arrays)
         for number, given in enumerate((keys, values)[:kept]):
             array = self._arrays[number]
             rows = given.transpose(0, 2, 1, 3).reshape(-1, *array.shape[1:])
-            if self.shape.is_rounded:
-                rows, scales = _rounded(rows)
+            if self.shape.is_quantized:
+                rows, scales = _quantized(rows)
                 self._arrays[number + kept][slots] = scales
             array[slots] = rows.astype(array.dtype)
 

@@ -61,7 +61,7 @@ _BLOCK_SIZE = CacheConfig().block_size  # a server's, unless an option says anot
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
-_ROUNDED = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
+_SUFFIXES = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
 
 
 def load_model(
@@ -102,7 +102,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
     try:
         # With every file that has a part in the configuration.
         hashed = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
-        weights = fingerprint(directory, hashed, type(model).__module__, report) + _ROUNDED[config.quantize]
+        weights = fingerprint(directory, hashed, type(model).__module__, report) + _SUFFIXES[config.quantize]
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
     evaluate_weights(name, model, report)
@@ -119,9 +119,9 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         lambda served: MlxRuntime(model, served),
         lambda done: report("check", done),
         _metal_kernel(),
-        functools.partial(_why_not, is_rounded=config.kv_dtype == "int8"),
+        functools.partial(_why_not, int8_pools=config.kv_dtype == "int8"),
     )
-    stored = _as_stored(served) if config.kv_dtype == "int8" else served
+    stored = _with_quantized_cache(served) if config.kv_dtype == "int8" else served
     adapters = Adapters(
         model,
         served.description,
@@ -139,12 +139,12 @@ def _metal_kernel() -> PagedKernel | None:
     return PagedKernel() if mx.metal.is_available() and mx.default_device() == mx.gpu else None
 
 
-def _why_not(kernel: PagedKernel, is_rounded: bool) -> str | None:
+def _why_not(kernel: PagedKernel, int8_pools: bool) -> str | None:
     """Tries the kernel for the layers that it has served in the self-check, also with blocks of a server's size, and
     on pools that are quantized if the server's will be."""
     served = {replace(use, block_size=size) for use in kernel.uses for size in (use.block_size, _BLOCK_SIZE)}
-    if is_rounded:
-        served |= {replace(use, is_rounded=True) for use in served}
+    if int8_pools:
+        served |= {replace(use, is_quantized=True) for use in served}
     return why_not(kernel, served)
 
 
@@ -258,11 +258,11 @@ def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
 # ---- rows
 
 
-def _as_stored(served: Served) -> Served:
+def _with_quantized_cache(served: Served) -> Served:
     """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
     loss of rounding is the user's choice and no error. Raises InvalidOption."""
-    layout = served.layout.with_rounded_rows()
-    kept = [shape for shape in layout.layers.values() if not shape.is_rounded]
+    layout = served.layout.with_quantized_rows()
+    kept = [shape for shape in layout.layers.values() if not shape.is_quantized]
     if len(kept) == len(layout.layers):
         stored = "latents" if kept else "no K and V"
         raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")

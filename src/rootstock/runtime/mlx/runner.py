@@ -36,8 +36,8 @@ from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
 
 T = TypeVar("T")
 
-# Most rows of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes into reading
-# the weights, which a second call would read again.
+# Most rows, with padding, of a call that pads sequences to equally many. Up to about as many rows, a GPU's time goes
+# into reading the weights, which a second call would read again.
 _PADDED_ROWS = 32
 
 
@@ -179,7 +179,10 @@ class MlxRuntime:
         return np.concatenate(rows) if rows else np.empty((0, self._layout.vocab_size), np.float32)
 
     def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
-        """Divides a step's segments into calls of the model, those without logits first."""
+        """Divides a step's segments into calls of the model, those without logits first.
+
+        A segment of a prompt has logits of its last row only. Its other rows lead in a call of their own.
+        """
         unscored: list[_Call] = []
         scored: list[tuple[int, Segment]] = []
         for number, segment in enumerate(segments):
@@ -278,7 +281,7 @@ class MlxRuntime:
         slots = [int(segment.state) for segment in segments]
         states: States = {}
         if self._layout.has_states and segments[0].past > 0:
-            states = self._state_pool.take(slots)
+            states = self._state_pool.joined(slots)
         tokens = np.zeros((len(segments), max(lengths)), np.int32)
         for row, segment in enumerate(segments):
             tokens[row, : len(segment.tokens)] = segment.tokens

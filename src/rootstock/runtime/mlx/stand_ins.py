@@ -96,7 +96,7 @@ class StandIn:
         """Keeps everything: the pool's visible positions begin where a chunked model needs them."""
 
     def size(self) -> int:
-        return max(self.rows.ends)
+        return max(self.rows.pasts)
 
     def empty(self) -> bool:
         return max(self.rows.pasts) == 0

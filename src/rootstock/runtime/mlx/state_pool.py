@@ -25,6 +25,8 @@ States = dict[CachePath, LayerStates]
 
 @dataclass(frozen=True, slots=True)
 class _BatchStates:
+    """States of the last batch. Its slots are not among the pool's single ones until it is split."""
+
     slots: tuple[int, ...]
     states: States  # in the order of `slots`
 
@@ -36,9 +38,9 @@ class StatePool:
         self._shapes = shapes
         self._slots = slots
         self._rows: dict[int, States] = {}  # arrays [1, …] of single slots
-        self._last: _BatchStates | None = None  # whose slots are not in `_rows`
+        self._last: _BatchStates | None = None
 
-    def take(self, slots: Sequence[int]) -> States:
+    def joined(self, slots: Sequence[int]) -> States:
         """Returns the states of several slots, each array [slots, …]. They keep their content until `put`."""
         assert all(0 <= slot < self._slots for slot in slots), "the pool has no such slot"
         if self._last is not None and self._last.slots == tuple(slots):

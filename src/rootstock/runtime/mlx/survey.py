@@ -53,8 +53,8 @@ class LayerShape:
     key_dim: int
     value_dim: int  # 0: the layer keeps K alone, as an indexer of sparse attention does
     dtype: mx.Dtype
-    shares_values: bool  # the values are the keys, which are kept once
-    is_rounded: bool = False  # K and V are quantized to int8, with a scale for each head
+    shares_values: bool  # V is K, which is kept once
+    is_quantized: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
@@ -64,7 +64,7 @@ class LayerShape:
         if self.value_dim and not self.shares_values:
             widths.append((self.heads, self.value_dim))
         kept: list[tuple[tuple[int, ...], mx.Dtype]] = [(width, self.kept_dtype) for width in widths]
-        return [*kept, *(((self.heads,), mx.float32) for _ in widths)] if self.is_rounded else kept
+        return [*kept, *(((self.heads,), mx.float32) for _ in widths)] if self.is_quantized else kept
 
     @property
     def is_latent(self) -> bool:
@@ -75,7 +75,7 @@ class LayerShape:
     @property
     def kept_dtype(self) -> mx.Dtype:
         """Returns the dtype of K and V in the pool."""
-        return mx.int8 if self.is_rounded else self.dtype
+        return mx.int8 if self.is_quantized else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
@@ -108,9 +108,11 @@ class Layout:
     def has_states(self) -> bool:
         return bool(self.states)
 
-    def with_rounded_rows(self) -> Layout:
+    def with_quantized_rows(self) -> Layout:
         """Returns the layout with pools that keep K and V in int8, except latents and the indexers' keys."""
-        layers = {path: replace(shape, is_rounded=not shape.is_latent) for path, shape in self.layers.items()}
+        layers = {
+            path: replace(shape, is_quantized=not shape.is_latent) for path, shape in self.layers.items()
+        }
         rules = token_families(self.families)
         return replace(self, families=(*_sized(rules, layers), *self.families[len(rules) :]), layers=layers)
 

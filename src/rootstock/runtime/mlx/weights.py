@@ -24,7 +24,7 @@ from rootstock.runtime.model_files import CONFIG, Progress, first_line, in_one_l
 from rootstock.units import MIB
 
 _EVALUATED_BYTES = 256 * MIB  # of weights at a time, between two reports of progress
-_ROUNDED_BITS = {"int8": 8, "int4": 4}
+_QUANTIZED_BITS = {"int8": 8, "int4": 4}
 _WEIGHT = ".weight"
 _GROUP = 64  # weights that share a scale, as mlx_lm.convert quantizes
 
@@ -127,7 +127,7 @@ def quantize(built: nn.Module, quantization: str) -> list[str]:
         its: bool | dict[str, Any] = chosen(path, module)
         return its
 
-    nn.quantize(built, _GROUP, _ROUNDED_BITS[quantization], class_predicate=predicate)
+    nn.quantize(built, _GROUP, _QUANTIZED_BITS[quantization], class_predicate=predicate)
     return kept
 
 

@@ -43,12 +43,12 @@ class LayerShape:
     softcap: bool = False  # scores pass a tanh
     indexer_dim: int = 0  # of an additional key, by which the layer chooses positions to attend to
     indexer_dtype: torch.dtype = torch.float32
-    is_rounded: bool = False  # K and V are quantized to int8, with a scale for each head
+    is_quantized: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
     def kept_dtype(self) -> torch.dtype:
         """Returns the dtype of K and V in the pool."""
-        return torch.int8 if self.is_rounded else self.dtype
+        return torch.int8 if self.is_quantized else self.dtype
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -58,7 +58,7 @@ class LayerShape:
             ((self.kv_heads, self.key_dim), self.kept_dtype),
             ((self.kv_heads, self.value_dim), self.kept_dtype),
         ]
-        if self.is_rounded:
+        if self.is_quantized:
             kept += [((self.kv_heads,), torch.float32)] * 2
         return [*kept, ((self.indexer_dim,), self.indexer_dtype)] if self.indexer_dim else kept
 
@@ -91,7 +91,7 @@ class LayerMemory:
         self.lazy = [LazyRows((slots, *kept), dtype, device) for kept, dtype in shape.tensors]
         self.keys: PoolRows = self.lazy[0].tensor
         self.values: PoolRows = self.lazy[1].tensor
-        if shape.is_rounded:
+        if shape.is_quantized:
             self.keys = RoundedRows(self.keys, self.lazy[2].tensor, shape.dtype, loops)
             self.values = RoundedRows(self.values, self.lazy[3].tensor, shape.dtype, loops)
         self.indexer = self.lazy[-1].tensor if shape.indexer_dim else None
@@ -263,7 +263,7 @@ class TorchPool:
 
 
 def _loops_for(shape: LayerShape) -> RoundingLoops | None:
-    if not shape.is_rounded:
+    if not shape.is_quantized:
         return None
     from rootstock.kernels.cpu.kv_quantization import DTYPES, RoundingLoops  # numba may not be installed
 

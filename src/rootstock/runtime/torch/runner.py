@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
-_ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
+_QUANTIZED_SUFFIXES = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
 # Suffix of a fingerprint if time steps are limited in another way than by transformers.
 _TIME_STEPS = "/time_steps.1"
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
@@ -135,7 +135,7 @@ def load_model(
             vocab_size=layout.vocab_size,
             context_limit=limit,
             families=layout.families,
-            weights_fingerprint=weights + _ROUNDED[config.quantize],
+            weights_fingerprint=weights + _QUANTIZED_SUFFIXES[config.quantize],
             dtype=_name_of(dtype),
             kv_dtype=_names_of(layout.dtypes),
             device=str(device),
@@ -170,7 +170,7 @@ def load_model(
         if linear is not None:
             projection.use(linear)
     _tell_what_was_not_rounded(packing, config.quantize)
-    stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
+    stored = _with_quantized_cache(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
         compile_for(stored.layout.dtypes)  # a layer may have another dtype than the model
     adapters = Adapters(
@@ -204,15 +204,15 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         )
 
 
-def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
+def _with_quantized_cache(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
     """Returns the same model with pools that round recurrent states or quantize K and V. The self-check has run with
     exact pools, because the loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = served.layout
     if of_states is not None:
         layout = layout.with_stored_states(of_states)
     if rounds_rows:
-        layout = layout.with_rounded_rows()
-        kept = [layer for layer in layout.layers if not layer.is_rounded]
+        layout = layout.with_quantized_rows()
+        kept = [layer for layer in layout.layers if not layer.is_quantized]
         if len(kept) == len(layout.layers):
             stored = "latents" if kept else "no K and V"
             raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")

@@ -41,9 +41,9 @@ class Layout:
         )
         return replace(self, families=families, states=states)
 
-    def with_rounded_rows(self) -> Layout:
+    def with_quantized_rows(self) -> Layout:
         """Returns the layout with K and V in int8, except latents and the indexers' keys."""
-        layers = tuple(replace(layer, is_rounded=layer.kind != "latent") for layer in self.layers)
+        layers = tuple(replace(layer, is_quantized=layer.kind != "latent") for layer in self.layers)
         rules = self.families[: max((layer.family + 1 for layer in layers), default=0)]
         families = tuple(
             replace(family, bytes_per_token=_bytes_per_token(layers, number))
