@@ -65,6 +65,8 @@ def choose_mode(
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
             if _is_out_of_memory(failure):
                 raise
+            if grouped_masks:
+                continue  # a trial of a rare kind of model; the failure before it is the reason
             failures.append(failure)
             if its_kernel is not None:
                 _log.warning(
