@@ -162,6 +162,23 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
     assert line == "rootstock: writing the cache to disk (Ctrl-C again: exit at once without it)"
 
 
+def test_a_second_ctrl_c_that_another_thread_receives_ends_the_server(tmp_path: Path) -> None:
+    """The system may give a signal to any thread. Python's handlers wait for the main thread to wake up."""
+    interrupting = (
+        "import signal, threading\n"
+        "from rootstock.engine.tiers.connector import TierConnector\n"
+        "def flush(self):\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+        "TierConnector.flush = flush\n"
+    )
+    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
+    process = serve_oracle(*options, before=interrupting).process
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=HANG_S)
+    assert process.returncode == -signal.SIGINT
+
+
 @pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_a_clean_stop_does_not_change_its_status(late: signal.Signals) -> None:
     at_exit = f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(late)}))\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
@@ -164,13 +165,17 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._drains:
-            # Connections are accepted meanwhile: probes and clients are told.
-            await self._drain.run()
-            self._drains = False
-        self._on_stop()
-        await run_in_threadpool(self._engine.stop)
-        await super().shutdown(sockets)
+        waking = asyncio.create_task(_wake_for_signals())
+        try:
+            if self._drains:
+                # Connections are accepted meanwhile: probes and clients are told.
+                await self._drain.run()
+                self._drains = False
+            self._on_stop()
+            await run_in_threadpool(self._engine.stop)
+            await super().shutdown(sockets)
+        finally:
+            waking.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drains:
@@ -198,3 +203,13 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self.should_exit else handler)
+
+
+async def _wake_for_signals() -> None:
+    """Wakes the event loop ten times a second, as uvicorn does while it serves.
+
+    A signal's handler runs on the main thread when that wakes up. A signal that another thread receives, or that
+    comes just before the loop begins to wait, does not wake it.
+    """
+    while True:
+        await asyncio.sleep(0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_checkpoints import save_mlx_checkpoint
+from rootstock.units import KIB
 from twins.mlx_decodes import Decodes, fail, wrong_after_exception, wrong_after_loss
 
 LAYERS = {"llama": 3, "gemma3_text": 2, "qwen3_next": 2}
@@ -25,7 +26,8 @@ def test_decodes_copy_no_pool_and_their_memory_is_flat(decodes: Decodes) -> None
     decodes.decode(40, 20, 60, collect_garbage=True)
     before = decodes.memory()
     decodes.decode(100, 20, 60, collect_garbage=False)
-    assert decodes.memory().active_bytes <= before.active_bytes
+    # MLX may give an array the buffer of another that is up to 16 KiB larger.
+    assert decodes.memory().active_bytes <= before.active_bytes + 16 * KIB
     assert decodes.pool_copies == 0
     assert all(asked.finished for asked in decodes.asked)
     assert decodes.other_answers(decodes.asked) == 0

@@ -171,8 +171,10 @@ def test_240_decodes_copy_no_pool_and_take_no_memory(kind: str, mode: ExecutionM
         run(position, position + 1)
         used.append(mx.get_active_memory())
     assert runtime.stats.pool_copies == 0
-    # A state may be in a buffer that is a little larger than the one before.
-    assert max(used[-20:]) <= max(used[:20]), "arrays of a step are dropped with it"
+    # MLX may give an array the buffer of another that is up to 16 KiB larger. An array that a step kept would take at
+    # least 64 bytes, and those of all steps more than this.
+    kept = max(used[-20:]) - max(used[:20])
+    assert kept < 64 * steps, "arrays of a step are dropped with it"
 
 
 def test_a_copy_of_a_pool_is_counted() -> None:
