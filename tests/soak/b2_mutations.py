@@ -26,6 +26,7 @@ from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.kernels.torch.sliced_attention import SlicedAttention
 from rootstock.runtime.torch import hooks, step_cache
+from rootstock.runtime.torch.hooks import AttentionCall
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
@@ -42,8 +43,17 @@ WAYS = (ways.batch, ways.chunked, ways.resumed, ways.cached, ways.readmitted, wa
 
 
 def scores(change: Callable[[Scores], Scores]) -> Callable[[Any], Any]:
-    """Changes the scale, soft cap or sinks of attention."""
-    return lambda right: lambda *args, **kwargs: right(*_changed(args, Scores, change), **kwargs)
+    """Changes the scale, soft cap or sinks of attention: an argument of its own, or a part of a call."""
+
+    def of_call(call: AttentionCall) -> AttentionCall:
+        return call._replace(scores=change(call.scores))
+
+    def made(right: Any) -> Any:
+        return lambda *args, **kwargs: right(
+            *_changed(_changed(args, Scores, change), AttentionCall, of_call), **kwargs
+        )
+
+    return made
 
 
 def family(change: Callable[[TokenFamily], TokenFamily]) -> Callable[[Any], Any]:
