@@ -44,6 +44,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     )
     assert "llama (loaded), hybrid (unloaded), small (loaded, embeddings of 32 dimensions)" in process.ready
     yield process.url
+    answer(process.url, "hybrid")  # the tests of this process may have asked no other model
     process.stop_cleanly(signal.SIGTERM)
     assert len(list((folder / "tier").iterdir())) == 2, "each generation model has a folder of the disk tier"
 
