@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,62 @@ class ScoredRows:
     positions: slice
     prefilled: int  # positions that were computed in chunks, before the first decode
     logits: Logits
+
+
+class OwnModel(Protocol):
+    """A model as its own library runs it, which is the reference of the self-check. Logits are [tokens, vocab]."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Runs the model by its own code. Everything below is called in this context."""
+        ...
+
+    def in_one_pass(self, tokens: Tokens) -> Logits: ...
+
+    def decoded(self, tokens: Tokens, prefilled: int) -> Logits:
+        """Computes the first `prefilled` tokens in one pass, and the others one by one with the model's own cache."""
+        ...
+
+    def noise(self, tokens: Tokens, measure: Measure) -> float:
+        """Measures the change of the logits by one more rounding of the embedded tokens."""
+        ...
+
+
+def check(
+    own: OwnModel,
+    description: ModelDescription,
+    make_runtime: Callable[[], Runtime],
+    progress: Callable[[float], None],
+    variant: Variant | None = None,
+) -> Verdict:
+    """Runs the trial on a runtime and compares it with the model's own logits. Raises Disagreement if the figure of a
+    kind of row is larger than allowed."""
+    tokens = trial_tokens(description)
+
+    def serving(sequence: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
+
+    def decoded(rows: ScoredRows) -> Logits:
+        end = rows.positions.stop
+        with own.running(), serving(rows.sequence):
+            logits = own.decoded(tokens[rows.sequence][:end], min(rows.prefilled, end))
+        return logits[rows.positions]
+
+    def noise(measure: Measure) -> float:
+        with own.running(), serving("long"):
+            return own.noise(tokens["long"], measure)
+
+    expected: dict[str, Logits] = {}
+    with own.running():
+        for name, sequence in tokens.items():
+            with serving(name):
+                expected[name] = own.in_one_pass(sequence)
+    progress(0.3)
+    adapter = "" if variant is None else variant.adapter
+    rows = Trial(make_runtime(), tokens["long"], tokens["short"], adapter).run()
+    progress(0.7)
+    verdict = compare(rows, expected, decoded, noise, description.dtype)
+    progress(1.0)
+    return verdict
 
 
 def compare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,17 +21,35 @@ from rootstock.runtime.base import Logits, ModelDescription, Runtime
 from rootstock.runtime.mlx.survey import Unsupported
 from rootstock.runtime.trial import (
     Measure,
-    ScoredRows,
-    Trial,
     Variant,
     Verdict,
     allowed_difference,
-    compare,
+    check,
     measure_for,
     trial_tokens,
 )
 
 _NOISE_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedModel:
+    """The model with the caches that it makes for itself, one sequence at a time."""
+
+    model: nn.Module
+    dtype: str
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def in_one_pass(self, tokens: Tokens) -> Logits:
+        return own_logits(self.model, tokens)
+
+    def decoded(self, tokens: Tokens, prefilled: int) -> Logits:
+        return own_logits(self.model, tokens, prefilled)
+
+    def noise(self, tokens: Tokens, measure: Measure) -> float:
+        return noise(self.model, tokens, self.dtype, measure)
 
 
 def self_check(
@@ -41,32 +60,7 @@ def self_check(
     variant: Variant | None = None,
 ) -> Verdict:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
-    tokens = trial_tokens(description)
-
-    def serving(sequence: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
-
-    expected: dict[str, Logits] = {}
-    for name, sequence in tokens.items():
-        with serving(name):
-            expected[name] = own_logits(model, sequence)
-    progress(0.3)
-    adapter = "" if variant is None else variant.adapter
-    rows = Trial(make_runtime(), tokens["long"], tokens["short"], adapter).run()
-    progress(0.7)
-
-    def decoded(its: ScoredRows) -> Logits:
-        end = its.positions.stop
-        with serving(its.sequence):
-            return own_logits(model, tokens[its.sequence][:end], its.prefilled)[its.positions]
-
-    def own_noise(measure: Measure) -> float:
-        with serving("long"):
-            return noise(model, tokens["long"], description.dtype, measure)
-
-    verdict = compare(rows, expected, decoded, own_noise, description.dtype)
-    progress(1.0)
-    return verdict
+    return check(_CachedModel(model, description.dtype), description, make_runtime, progress, variant)
 
 
 def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None:
@@ -75,12 +69,9 @@ def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None
     No runtime can then agree with it: the first half of the tokens is compared alone and followed by decodes, with
     one pass.
     """
-    tokens, measure = trial_tokens(description)["long"], measure_for(description.dtype)
-    half = len(tokens) // 2
-    figure = measure(own_logits(model, tokens, half), own_logits(model, tokens))
-    if not figure <= allowed_difference(
-        description.dtype, lambda measure: noise(model, tokens, description.dtype, measure)
-    ):
+    dtype, tokens = description.dtype, trial_tokens(description)["long"]
+    figure = measure_for(dtype)(own_logits(model, tokens, len(tokens) // 2), own_logits(model, tokens))
+    if not figure <= allowed_difference(dtype, lambda measure: noise(model, tokens, dtype, measure)):
         raise Unsupported(
             f"gives other logits by mlx-lm's own cache if its tokens are divided into a prefill and decodes (they "
             f"differ by {figure:.2g}), so that no cache can repeat them"

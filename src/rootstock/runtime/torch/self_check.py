@@ -7,7 +7,9 @@ The reference is the model's own code: its eager attention over dense K and V, o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,47 @@ from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.trial import (
     BLOCK_SIZE,
     Measure,
-    ScoredRows,
     Trial,
     Variant,
     Verdict,
     allowed_difference,
-    compare,
+    check,
     trial_tokens,
 )
 
 _NOISE_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerModel:
+    """The model by its own code, one sequence at a time."""
+
+    model: nn.Module
+    calling: Calling
+    dtype: str
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return own_attention(self.model)
+
+    def in_one_pass(self, tokens: Tokens) -> Logits:
+        logits: Logits = dense_logits(self.model, tokens[None])[0]
+        return logits
+
+    def decoded(self, tokens: Tokens, prefilled: int) -> Logits:
+        device = next(self.model.parameters()).device
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        ends = range(prefilled, len(tokens) + 1)
+        cache, logits = None, []
+        with torch.inference_mode():
+            for first, last in itertools.pairwise([0, *ends]):
+                positions = torch.arange(first, last, device=device)
+                output = self.calling.own(self.model, ids[first:last], positions, cache)
+                cache = getattr(output, self.calling.cache)
+                logits.append(output.logits[0].float().cpu().numpy())
+        return np.concatenate(logits)
+
+    def noise(self, tokens: Tokens, measure: Measure) -> float:
+        return noise(self.model, tokens, self.dtype, measure)
 
 
 def self_check(
@@ -45,31 +78,8 @@ def self_check(
     variant: Variant | None = None,
 ) -> Verdict:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
-    tokens = trial_tokens(description)
-
-    def served(sequence: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if variant is None else variant.serving(sequence)
-
-    def decoded(rows: ScoredRows) -> Logits:
-        with own_attention(model), served(rows.sequence):
-            return _decoded(model, calling, tokens[rows.sequence], rows)
-
-    def own_noise(measure: Measure) -> float:
-        with own_attention(model), served("long"):
-            return noise(model, tokens["long"], description.dtype, measure)
-
-    expected: dict[str, Logits] = {}
-    with own_attention(model):
-        for name, sequence in tokens.items():
-            with served(name):
-                expected[name] = dense_logits(model, sequence[None])[0]
-    progress(0.3)
-    adapter = "" if variant is None else variant.adapter
-    rows = Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"], adapter).run()
-    progress(0.7)
-    verdict = compare(rows, expected, decoded, own_noise, description.dtype)
-    progress(1.0)
-    return verdict
+    own = _EagerModel(model, calling, description.dtype)
+    return check(own, description, lambda: make_runtime(_small_slices(description)), progress, variant)
 
 
 def trial_logits(
@@ -86,24 +96,6 @@ def rounding(model: nn.Module, description: ModelDescription) -> float:
     with own_attention(model):
         tokens, dtype = trial_tokens(description)["long"], description.dtype
         return allowed_difference(dtype, lambda measure: noise(model, tokens, dtype, measure))
-
-
-def _decoded(model: nn.Module, calling: Calling, tokens: Tokens, rows: ScoredRows) -> Logits:
-    """Computes the same rows by the model with its own cache: the prefilled positions in one pass, then token by
-    token."""
-    device = next(model.parameters()).device
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    end = rows.positions.stop
-    prompt = min(rows.prefilled, end)
-    cache, logits = None, []
-    with torch.inference_mode():
-        for first, last in [(0, prompt), *((position, position + 1) for position in range(prompt, end))]:
-            positions = torch.arange(first, last, device=device)
-            output = calling.own(model, ids[first:last], positions, cache)
-            cache = getattr(output, calling.cache)
-            logits.append(output.logits[0].float().cpu().numpy())
-    scored: Logits = np.concatenate(logits)[rows.positions]
-    return scored
 
 
 def _small_slices(description: ModelDescription) -> Tuning:
