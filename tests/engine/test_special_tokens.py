@@ -230,6 +230,15 @@ def test_a_text_without_escapes_has_the_tokens_of_its_tokenizer(kind: str, text:
     assert literal.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def test_two_equal_cuts_of_a_text_are_decided_as_by_its_tokenizer() -> None:
+    """A copy made by JSON has rounded scores, and begins with the other piece."""
+    scores = {"<unk>": 0.0, "▁": -1.370289208550398, "a": -3.6520275634705595, "aaa": -5.711010541938918}
+    tokenizer = Tokenizer(models.Unigram(list(scores.items()), unk_id=0))
+    tokenizer.add_special_tokens(["<s>"])
+    literal = LiteralTokenizer(tokenizer, EscapedNames(["<s>"]))
+    assert literal.encode("▁aaaa").tolist() == tokenizer.encode("▁aaaa").ids
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(before=hostile, text=st.one_of(texts, hostile), after=hostile)
 def test_an_escaped_text_has_no_control_token_beside_any_other_text(
