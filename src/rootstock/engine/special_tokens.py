@@ -236,7 +236,7 @@ class LiteralTokenizer:
         self._names = names
         serialized = tokenizer.to_str()
         self._twin = Tokenizer.from_str(serialized)
-        # JSON rounds the scores of a Unigram model, and a rounded score cuts a text elsewhere where two cuts are equal.
+        # JSON rounds the scores of a Unigram model, and where two cuts of a text are equal, that changes the cut.
         self._twin.model = tokenizer.model
         self._twin.encode_special_tokens = True
         secret = secrets.token_hex(8)
