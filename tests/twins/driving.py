@@ -226,21 +226,15 @@ class OfLease:
         self.cuts = list(cuts)
 
 
-class Scored:
-    """Runtime that scores every row and keeps the logits by lease, also of rows that the engine does not ask for."""
+class Scoring:
+    """Runtime that scores every row, also those that the engine does not ask for. Subclasses keep the logits."""
 
-    def __init__(self, runtime: Runtime, cache: KVCache) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._cache = cache
-        self._cuts: dict[bytes, list[int]] = {}  # tokens of a prefix → where its computation was cut
-        self.leases: dict[LeaseId, OfLease] = {}
 
     @property
     def description(self) -> ModelDescription:
         return self._runtime.description
-
-    def allocate(self, rows: Sequence[int], block_size: int) -> None:
-        raise AssertionError("it is allocated already")
 
     def apply(self, plan: Plan) -> None:
         self._runtime.apply(plan)
@@ -256,7 +250,35 @@ class Scored:
         return np.concatenate(wanted)
 
     def _keep(self, segment: Segment, rows: Logits) -> None:
-        lease, past = self._lease(segment), segment.past
+        raise NotImplementedError
+
+
+def lease_of(cache: KVCache, segment: Segment) -> Lease:
+    """Finds the lease of a segment by its tables and state, which no two live leases share."""
+    (lease,) = (
+        lease
+        for lease in cache._leases.values()
+        if lease.num_computed_tokens == segment.past
+        and lease.slot == segment.state
+        and all(np.array_equal(a, b) for a, b in zip(lease.tables, segment.tables, strict=True))
+    )
+    return lease
+
+
+class Scored(Scoring):
+    """Runtime that scores every row and keeps the logits by lease."""
+
+    def __init__(self, runtime: Runtime, cache: KVCache) -> None:
+        super().__init__(runtime)
+        self._cache = cache
+        self._cuts: dict[bytes, list[int]] = {}  # tokens of a prefix → where its computation was cut
+        self.leases: dict[LeaseId, OfLease] = {}
+
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        raise AssertionError("it is allocated already")
+
+    def _keep(self, segment: Segment, rows: Logits) -> None:
+        lease, past = lease_of(self._cache, segment), segment.past
         computed = np.concatenate([lease.tokens[:past], segment.tokens])
         one = self.leases.get(lease.id)
         if one is None:
@@ -265,17 +287,6 @@ class Scored:
         one.logits.append(rows)
         one.tokens = computed
         self._cuts.setdefault(computed.tobytes(), list(one.cuts))
-
-    def _lease(self, segment: Segment) -> Lease:
-        """Finds the lease of a segment by its tables and state, which no two live leases share."""
-        (lease,) = (
-            lease
-            for lease in self._cache._leases.values()
-            if lease.num_computed_tokens == segment.past
-            and lease.slot == segment.state
-            and all(np.array_equal(a, b) for a, b in zip(lease.tables, segment.tables, strict=True))
-        )
-        return lease
 
 
 class Cached:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from asking import greedy
 from rootstock.cache import KVCache
 from rootstock.cache.families import FullAttention
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
@@ -29,6 +28,7 @@ from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.mlx.self_check import noise, own_logits
 from rootstock.runtime.trial import Measure, ScoredRows, Verdict, compare
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from twins.driving import Scoring, lease_of
 from twins.mlx_architectures import VOCAB
 
 BLOCK_SIZE = 8
@@ -125,40 +125,27 @@ def own_greedy(model: nn.Module, prompt: Tokens, tokens: int = ANSWER_TOKENS) ->
     return answer
 
 
-class Recorder:
+class Recorder(Scoring):
     """Runtime that scores every row, and keeps the logits by kind of row."""
 
     def __init__(self, runtime: MlxRuntime) -> None:
+        super().__init__(runtime)
         self.cache: KVCache | None = None
         self.rows: dict[str, list[ScoredRows]] = {}
         self.sequences: dict[str, Tokens] = {}
         self.forwards_of_several = 0
-        self._runtime = runtime
         self._begun: set[int] = set()
-
-    @property
-    def description(self) -> ModelDescription:
-        return self._runtime.description
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def apply(self, plan: Plan) -> None:
-        self._runtime.apply(plan)
-
     def forward(self, batch: Batch) -> Logits:
-        every = [replace(segment, logits_to_keep=len(segment.tokens)) for segment in batch.segments]
-        logits, wanted, row = self._runtime.forward(Batch(every)), [], 0
-        self.forwards_of_several += len(every) > 1
-        for segment in batch.segments:
-            rows = logits[row : row + len(segment.tokens)]
-            self._keep(segment, rows)
-            wanted.append(rows[len(rows) - segment.logits_to_keep :])
-            row += len(rows)
-        return np.concatenate(wanted)
+        self.forwards_of_several += len(batch.segments) > 1
+        return super().forward(batch)
 
     def _keep(self, segment: Segment, rows: Logits) -> None:
-        lease = self._lease(segment)
+        assert self.cache is not None
+        lease = lease_of(self.cache, segment)
         past, end = segment.past, segment.past + len(segment.tokens)
         name = str(lease.id)
         self.sequences[name] = np.concatenate([lease.tokens[:past], segment.tokens])
@@ -177,18 +164,6 @@ class Recorder:
         if any(not isinstance(family, FullAttention) for family in families):
             return "restored"
         return "copied" if past % BLOCK_SIZE else "shared"
-
-    def _lease(self, segment: Segment) -> Lease:
-        """Finds the lease of a segment by its tables and state, which no two live leases share."""
-        assert self.cache is not None
-        (lease,) = (
-            lease
-            for lease in self.cache._leases.values()
-            if lease.num_computed_tokens == segment.past
-            and lease.slot == segment.state
-            and all(np.array_equal(a, b) for a, b in zip(lease.tables, segment.tables, strict=True))
-        )
-        return lease
 
 
 def compared(recorder: Recorder, model: nn.Module) -> Verdict:
