@@ -104,14 +104,14 @@ def measure(name: str) -> Measured:
             at = "serving with every row scored"
             scored, _ = mlx_served.serve(recorder)
             measured.forwards_of_several = recorder.forwards_of_several
-            measured.pool_copies = recorder.stats.pool_copies
+            measured.pool_copies = recorder.pool_copies
             at = "comparing"
             verdict = mlx_served.compared(recorder, own)
             measured.differences, measured.remark = verdict.figures, verdict.remark
             at = "serving"
             plain = mlx_served.load(directory)
             served, _ = mlx_served.serve(plain)
-            measured.pool_copies = _sum(measured.pool_copies, plain.stats.pool_copies)
+            measured.pool_copies = _sum(measured.pool_copies, plain.pool_copies)
             expected = [mlx_served.own_greedy(own, prompt) for prompt in served.prompts]
             measured.answers = 2 * len(expected)
             measured.equal_answers = sum(

@@ -66,7 +66,7 @@ def subject_of(kind: str) -> Subject:
 
 def _no_pool_was_copied(runtime: Judged) -> None:
     assert isinstance(runtime, MlxOracle)
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
 
 
 def _record_check() -> RecordCheck:

@@ -150,7 +150,7 @@ class Decodes:
 
     @property
     def pool_copies(self) -> int | None:
-        return self.runtime.stats.pool_copies
+        return self.runtime.pool_copies
 
     @property
     def rows_in_use(self) -> int:

@@ -43,4 +43,4 @@ def test_a_served_model_is_mlx_lms_own(tmp_path: Path, name: str) -> None:
     assert scored.answers == served.answers == expected
     assert served.failed == scored.failed == []
     assert sum(served.cached) > 100
-    assert recorder.stats.pool_copies == plain.stats.pool_copies == 0
+    assert recorder.pool_copies == plain.pool_copies == 0

@@ -593,8 +593,8 @@ def step(job: Job) -> Iterator[Figures]:
 
 
 def _counters(sequences: _Sequences) -> Figures:
-    stats = sequences.runtime.stats
-    return {"pool_copies": stats.pool_copies, "by_kernel": stats.attentions_by_kernel}
+    runtime = sequences.runtime
+    return {"pool_copies": runtime.pool_copies, "by_kernel": runtime.stats.attentions_by_kernel}
 
 
 def prefill(job: Job) -> Iterator[Figures]:

@@ -132,7 +132,7 @@ def test_a_batch_of_adapters_and_the_base(
     }
     for rows, prompt, adapter in zip(computed(runtime, chosen), PROMPTS, chosen, strict=True):
         assert_of(models[adapter], prompt, rows)
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit", "mixed", "mxfp4"])
@@ -180,7 +180,7 @@ def test_files_of_peft(tmp_path: Path, kind: str, fields: dict[str, Any], scalin
 
 
 def test_modules_of_a_checkpoint_are_found_by_their_weights(tmp_path: Path) -> None:
-    """As transformers names them: mlx-lm stacks the weights of experts."""
+    """Names of transformers: mlx-lm stacks the weights of experts."""
     checkpoint = save_mlx_checkpoint(tmp_path / "m", "qwen3_moe")
     described, files = read_checkpoint("m", checkpoint), [checkpoint / "model.safetensors"]
     own = stored_modules(described, files)

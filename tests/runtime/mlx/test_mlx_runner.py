@@ -117,7 +117,7 @@ def test_a_prompt_whose_rows_need_no_logits_is_continued_with_others(kind: str, 
         for i, _, end, keep in step:
             assert_right(model, logits[row : row + keep], tokens[i], slice(end - keep, end))
             row += keep
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
 
 
 def test_the_head_is_not_computed_for_rows_without_logits() -> None:
@@ -170,7 +170,7 @@ def test_240_decodes_copy_no_pool_and_take_no_memory(kind: str, mode: ExecutionM
     for position in range(5, 5 + steps):
         run(position, position + 1)
         used.append(mx.get_active_memory())
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
     # MLX may give an array the buffer of another that is up to 16 KiB larger. An array that a step kept would take at
     # least 64 bytes, and those of all steps more than this.
     kept = max(used[-20:]) - max(used[:20])
@@ -288,7 +288,7 @@ def test_a_failed_evaluation_loses_the_pools_and_later_sequences_are_right(keep:
     assert "GatherMM" in str(cause)
     assert_right(model, runtime.forward(Batch([segment(runtime, tokens)])), tokens, slice(0, 12))
     runtime.forward(Batch([segment(runtime, tokens[:1], 12)]))
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
 
 
 def test_a_failure_holds_no_array_but_its_traceback_as_text() -> None:
@@ -311,7 +311,7 @@ def test_a_failure_holds_no_array_but_its_traceback_as_text() -> None:
     assert "_call_model" not in frames
     for _ in range(3):
         runtime.forward(Batch([segment(runtime, drawn(6))]))
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
 
 
 def test_a_computation_that_fails_in_another_thread_loses_the_pools() -> None:
@@ -325,7 +325,7 @@ def test_a_computation_that_fails_in_another_thread_loses_the_pools() -> None:
             runtime.forward(Batch([segment(runtime, drawn(2, 1), blocks=range(8, 16))]))
         broken.fails = False
         assert_right(model, runtime.forward(Batch([segment(runtime, tokens)])), tokens, slice(0, 12))
-        assert runtime.stats.pool_copies == 0
+        assert runtime.pool_copies == 0
 
 
 class Refusing:
@@ -418,5 +418,5 @@ def test_an_exception_of_the_models_code_leaves_other_sequences_as_they_were() -
     model.layers[2].mlp = own
     logits = runtime.forward(Batch([of(runtime, 0, tokens[7:], 7)]))
     assert_right(model, logits, tokens, slice(7, 12))
-    assert runtime.stats.pool_copies == 0
+    assert runtime.pool_copies == 0
     assert "not today" in str(failure.value), "and is still held"

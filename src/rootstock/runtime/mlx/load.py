@@ -61,7 +61,7 @@ _BLOCK_SIZE = CacheConfig().block_size  # a server's, unless an option says anot
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
-_SUFFIXES = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
+_QUANTIZED_SUFFIXES = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
 
 
 def load_model(
@@ -102,7 +102,8 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
     try:
         # With every file that has a part in the configuration.
         hashed = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
-        weights = fingerprint(directory, hashed, type(model).__module__, report) + _SUFFIXES[config.quantize]
+        weights = fingerprint(directory, hashed, type(model).__module__, report)
+        weights += _QUANTIZED_SUFFIXES[config.quantize]
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
     evaluate_weights(name, model, report)

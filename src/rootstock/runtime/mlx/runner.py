@@ -56,8 +56,6 @@ class Served:
 @dataclass(slots=True)
 class RuntimeStats:
     calls: int = 0  # of the model
-    # Arrays of the pools that a write copied: 0 unless something holds them. None: the device does not tell.
-    pool_copies: int | None = 0
     attentions_on_pools: int = 0
     attentions_by_kernel: int = 0
 
@@ -85,10 +83,9 @@ class MlxRuntime:
 
     @property
     def stats(self) -> RuntimeStats:
-        pool, attention = self._pool, self._attention
+        attention = self._attention
         return RuntimeStats(
             self._calls,
-            0 if pool is None else pool.copies_seen,
             0 if attention is None else attention.counters.on_pools,
             0 if attention is None else attention.counters.by_kernel,
         )
@@ -98,7 +95,7 @@ class MlxRuntime:
 
     @property
     def pool_copies(self) -> int | None:
-        return self.stats.pool_copies
+        return 0 if self._pool is None else self._pool.copies_seen
 
     def release_unused(self) -> None:
         mx.clear_cache()
@@ -228,23 +225,18 @@ class MlxRuntime:
             try:
                 return work()
             except Exception as error:
-                # The frames of a traceback hold arrays, and each array of a pool that is held makes the next write a
-                # copy. Its text is kept for the log.
                 told = "".join(traceback.format_exception(error)).strip()
-                failure = error.with_traceback(None)
-                failure.__context__ = failure.__cause__ = None
-            failure.add_note(told)
+                failure = _without_frames(error)
+            failure.add_note(told)  # for the log
             if not isinstance(failure, EvaluationFailed):
                 # Writes of a graph that was not built to its end wait for an evaluation.
                 try:
                     evaluate(self._kv_pool.arrays)
                 except EvaluationFailed as lost:
-                    failure = EvaluationFailed(lost.cause.with_traceback(None))
-                    failure.add_note(told)
+                    failure = EvaluationFailed(lost.cause)
             if not isinstance(failure, EvaluationFailed):
                 raise failure
-            cause = failure.cause.with_traceback(None)
-            cause.__context__ = cause.__cause__ = None
+            cause = _without_frames(failure.cause)
             cause.add_note(told)
             self._is_lost = True
             with contextlib.suppress(PoolsLost):  # the next call tries again
@@ -258,7 +250,7 @@ class MlxRuntime:
                 self._states.clear()
             self._kv_pool.renew()
         except EvaluationFailed as failure:
-            cause = failure.cause.with_traceback(None)
+            cause = _without_frames(failure.cause)
             raise PoolsLost(cause) from cause
         self._is_lost = False
 
@@ -350,6 +342,12 @@ class _Call:
 
     numbers: list[int]
     segments: list[Segment]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Removes tracebacks: their frames hold arrays of the pools, and the next write would copy those."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
