@@ -90,7 +90,7 @@ def save(kind: str, directory: Path) -> Path:
     own = {"vocab_size": 4096, "initializer_range": 0.05, "dtype": torch.float32}
     write_chatting(directory, model_type, **fields | LAYERS.get(kind, {}) | own)
     if kind == "states":
-        # As the checkpoints of the hub have it; mlx-lm does not read the names that transformers 5 writes.
+        # The hub's checkpoints have these names. mlx-lm does not read those that transformers 5 writes.
         file = directory / "config.json"
         config = json.loads(file.read_text())
         config |= config.pop("rope_parameters")

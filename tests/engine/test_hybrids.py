@@ -101,7 +101,7 @@ def test_a_third_request_resumes_where_two_have_diverged(families: Families | Ml
 @hybrids
 @pytest.mark.behaviour(35)
 def test_a_preempted_request_comes_back_from_the_state_it_left(families: Families | MlxKind) -> None:
-    # So few blocks that the requests get under way and do not all fit to their ends.
+    # With these numbers of blocks the requests begin, and do not all fit to their ends.
     block_size, blocks = {"qwen3_next": (4, 7), "llama4": (2, 22)}.get(str(families), (4, 9))
     bench = Bench(blocks=blocks, block_size=block_size, families=families, max_batch=4)
     clients = [bench.ask(list(range(start, start + 9)), max_tokens=24) for start in (0, 20, 40)]
