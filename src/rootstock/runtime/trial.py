@@ -1,10 +1,11 @@
 """Trial of a runtime, for the self-check of every load: the forwards of an engine in miniature.
 
 It runs a few dozen tokens as the engine would: prefill in one pass and in chunks, several sequences and kinds of rows
-in one step, decodes, a shared prefix of whole blocks, and a prefix that ends inside a block, each with the recurrent
-state that was kept there. Blocks that a window or chunk has left behind are released. These are six forwards of a few
-dozen rows in pools of a few rows, before the real pools exist. Each runtime compares the rows with the model of its
-own library, one sequence at a time, in one pass (`compare`).
+in one step, decodes of a batch that stays the same and of one that changes, a sequence that begins beside decodes,
+prefills with logits of their last rows only, a shared prefix of whole blocks, a prefix that ends inside a block, and
+one that a tier restores, each with the recurrent state that was kept there. Blocks that a window or chunk has left
+behind are released. These are nine forwards of a few dozen rows in pools of a few rows, before the real pools exist.
+Each runtime compares the rows with the model of its own library, one sequence at a time, in one pass (`compare`).
 
 Some models compute decodes differently from prefills. Rows that differ from one pass may therefore equal the result
 of the model with its own cache: the prompt in one pass, then token by token, as `generate` does. They are never
@@ -34,13 +35,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import RecurrentState, token_families
-from rootstock.cache.plan import BlockCopy, Plan, StateCopy
+from rootstock.cache.plan import BlockCopy, Plan, RowPart, StateCopy
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 
 BLOCK_SIZE = 4
-_LONG, _SHORT = 45, 22  # tokens of the two sequences
-_SEQUENCES = 7
+_LONG, _SHORT = 45, 24  # tokens of the two sequences
+_SEQUENCES = 8
 _FLOAT32_TOLERANCE, _FLOAT32_MOST = 1e-3, 1e-2
 
 Measure = Callable[[Logits, Logits], float]
@@ -262,19 +263,31 @@ class Trial:
         self._step((long, 33, "a later chunk"), (again, 7, "a first chunk"))
         whole = self._fork(first)
         inside = self._fork(second)
+        restored = self._restored(second)
         self._step(
             (whole, 38, "a chunk after a shared prefix"),
             (inside, 40, "a chunk after a copied part of a block"),
+            (restored, 39, "a chunk after a prefix from the host"),
             (long, 34, "a decode"),
             (short, 21, "a decode"),
         )
-        self._step(*((s, s.past + 1, "a decode") for s in (long, short, whole, inside)))
-        self._step(*((s, s.past + 1, "a decode") for s in (inside, long, whole)))
-        if self._adapter:
-            # Rows without logits, as in every prefill: the head then gets fewer rows than the other layers.
-            last = [self._sequence(s.name, s.tokens, np.arange(self._size)) for s in (long, short)]
-            self._step(*((s, 11, "the last row of a chunk") for s in last), most_logits=1)
+        for _ in range(2):
+            self._decode(long, short, whole, inside)
+        begun, fresh = (self._sequence(s.name, s.tokens, np.arange(self._size)) for s in (short, long))
+        self._step(
+            (inside, inside.past + 1, "a decode"),
+            (begun, 1, "a first chunk"),
+            *((s, s.past + 1, "a decode") for s in (long, whole)),
+        )
+        # Rows without logits, as in every prefill: the head gets fewer rows than the other layers. An engine asks for
+        # one row. A median of so few would be that of a row which rounding has sent to another expert.
+        last = "the last rows of a chunk"
+        self._step((fresh, 19, last), (long, long.past + 1, "a decode"), (begun, 20, last), most_logits=8)
+        self._decode(begun, fresh)
         return self._rows
+
+    def _decode(self, *sequences: _Sequence) -> None:
+        self._step(*((sequence, sequence.past + 1, "a decode") for sequence in sequences))
 
     def _sequence(self, name: str, tokens: Tokens, order: NDArray[np.int64], past: int = 0) -> _Sequence:
         """Makes a sequence with its own blocks in every family, at different rows in each."""
@@ -296,9 +309,7 @@ class Trial:
 
     def _fork(self, past: int) -> _Sequence:
         """Makes a sequence that shares the long sequence's first positions. A partly filled block is copied."""
-        past = min(past, self._long.past)
-        if past == len(self._long.tokens):  # nothing is left to compute, so start from the beginning
-            past = 0
+        past = self._shared(past)
         fork = self._sequence("long", self._long.tokens, np.arange(self._size), past)
         copies = []
         for number, family in enumerate(self._families):
@@ -311,6 +322,33 @@ class Trial:
         states = (StateCopy(self._kept[past], fork.state),) if past and self._stateful else ()
         self._runtime.apply(Plan(tuple(copies), states))
         return fork
+
+    def _restored(self, past: int) -> _Sequence:
+        """Makes a sequence with the long one's first positions, which were copied to the host and back, as a tier
+        does."""
+        past = self._shared(past)
+        restored = self._sequence("long", self._long.tokens, np.arange(self._size), past)
+        for number, family in enumerate(self._families):
+            theirs, table = self._long.tables[number], restored.tables[number]
+            for first in range(family.first_visible(past) // BLOCK_SIZE * BLOCK_SIZE, past, BLOCK_SIZE):
+                tokens, block = min(BLOCK_SIZE, past - first), first // BLOCK_SIZE
+                self._copy_by_host(number, int(theirs[block]), int(table[block]), tokens)
+        if past and self._stateful:
+            self._copy_by_host(len(self._families), self._kept[past], restored.state, 0)
+        return restored
+
+    def _copy_by_host(self, family: int, source: int, target: int, tokens: int) -> None:
+        kept = self._runtime.read(RowPart(family, source, tokens))
+        part = RowPart(family, target, tokens)
+        buffers = self._runtime.buffers(part)
+        for buffer, bytes in zip(buffers, kept, strict=True):
+            buffer[:] = bytes
+        self._runtime.place(part, buffers)
+
+    def _shared(self, past: int) -> int:
+        """Returns the position at which a sequence resumes that shares the long one's first `past` positions."""
+        past = min(past, self._long.past)
+        return past if past < len(self._long.tokens) else 0  # at the end nothing would be left to compute
 
     def _step(self, *wanted: tuple[_Sequence, int, str], most_logits: int = _LONG) -> None:
         """Runs one forward that computes each sequence up to the given position, or to its end if that comes
