@@ -66,6 +66,17 @@ def test_a_wrong_option_is_one_line_that_names_the_allowed_values(
     assert said in refusal(rootstock, *options)
 
 
+@pytest.mark.parametrize("given", [("--url", "http://x"), ("--workload", "agents"), ("--kv-budget", "1GiB")])
+def test_an_option_that_a_report_would_ignore_is_refused(
+    rootstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("ROOTSTOCK_KV_BUDGET", "2GiB")  # for other commands
+    done = rootstock("bench", "--mlx-report", str(tmp_path / "report.jsonl"), *given)
+    assert done.status == 2
+    assert f"{given[0]} is {given[1]!r}, but must be left out with --mlx-report" in done.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_process_exits_with_the_status_of_the_command() -> None:
     done = run_process("serve", "nowhere", "--max-batch", "0")
     assert (done.status, done.out) == (2, "")

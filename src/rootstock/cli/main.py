@@ -415,6 +415,7 @@ def demo() -> None:
 
 @app.command(cls=options.Command)
 def bench(
+    ctx: typer.Context,
     workload: Annotated[
         str, typer.Option(help="Workloads, comma-separated: agents, chat, fewshot, burst.")
     ] = "agents,chat,fewshot,burst",
@@ -474,8 +475,7 @@ def bench(
     if mlx_report is not None:
         from rootstock.bench.mlx_report import FULL, SMALL, ReportConfig, run_mlx_report
 
-        if url is not None:
-            raise InvalidOption("--url", url, "left out with --mlx-report")
+        options.refuse_others(ctx, "--mlx-report", "mlx_report", "model", "small")
         raise typer.Exit(run_mlx_report(ReportConfig(mlx_report, model, SMALL if small else FULL)))
     if small:
         raise InvalidOption("--small", small, "left out without --mlx-report")
