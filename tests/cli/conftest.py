@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ from rootstock.cli import main
 
 
 @pytest.fixture
-def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Runs a command in this process, without options from the environment."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
 
     def run(*arguments: object) -> Ran:
         monkeypatch.delenv("FORCE_COLOR", raising=False)  # no bars of progress
@@ -30,7 +33,8 @@ def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     for name in os.environ:
         if name.startswith("ROOTSTOCK_"):
             monkeypatch.delenv(name)
-    return run
+    yield run
+    root.handlers[:] = handlers  # those of the command write to this test's standard error
 
 
 @pytest.fixture

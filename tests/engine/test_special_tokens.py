@@ -239,6 +239,14 @@ def test_two_equal_cuts_of_a_text_are_decided_as_by_its_tokenizer() -> None:
     assert literal.encode("▁aaaa").tolist() == tokenizer.encode("▁aaaa").ids
 
 
+def test_a_tokenizer_without_added_tokens_has_a_twin() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, MARK: 1}))
+    names = EscapedNames([])
+    literal = LiteralTokenizer(tokenizer, names)
+    assert literal.encode("a").tolist() == [0]
+    assert literal.encode(names.escape(MARK)).tolist() == [1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(before=hostile, text=st.one_of(texts, hostile), after=hostile)
 def test_an_escaped_text_has_no_control_token_beside_any_other_text(

@@ -271,7 +271,7 @@ class LiteralTokenizer:
         unknown = (model.get("unk_token"), model.get("unk_id"))  # which plain text may have
         self._control_ids = [id for id, token in special.items() if not {id, token.content} & set(unknown)]
         # Added tokens that are not special are found before shorter special ones that they contain.
-        self._found = any_of(token.content for token in added.values())
+        self._found = any_of(token.content for token in added.values()) if added else None
 
     def encode(self, rendered: str) -> Tokens:
         """Tokenizes a rendered text with escapes. Other threads run meanwhile.
@@ -279,7 +279,9 @@ class LiteralTokenizer:
         Raises SpecialTokenInText if the tokenizer's model makes a special token of plain text: the vocabulary of a
         Unigram model holds the names among its ordinary pieces.
         """
-        text = self._found.sub(lambda match: self._stand_ins.get(match[0], match[0]), rendered)
+        text = rendered
+        if self._found is not None:
+            text = self._found.sub(lambda match: self._stand_ins.get(match[0], match[0]), text)
         text = self._names.unescape(text)
         encoding = self._twin.encode_batch_fast([text], add_special_tokens=False)[0]
         ids = np.array(encoding.ids, dtype=np.int32)
