@@ -116,7 +116,7 @@ MAMBA, NEMOTRON, DEEPSEEK, LLAMA4 = "mamba2", "nemotron_h", "deepseek_v3", "llam
 
 OFFSET = function(FamilyRows, "offset")
 MASK = function(FamilyRows, "mask")
-RUN = function(FamilyRows, "run")
+RUN = function(FamilyRows, "_run_of")
 TABLES = function(FamilyRows, "_padded_tables")
 WRITE_SLOTS = function(FamilyRows, "write_slots")
 READ_SLOTS = function(FamilyRows, "read_slots")
@@ -202,6 +202,12 @@ MUTATIONS = (
         edited("positions % size", "(positions + 1) % size"),
     ),
     Mutation(
+        "K and V of a lone sequence are written from its first slot on",
+        LLAMA,
+        function(FamilyRows, "write_run"),
+        edited("self.pasts[0], self.ends[0]", "0, self.ends[0] - self.pasts[0]"),
+    ),
+    Mutation(
         "padding is written to the first block",
         LLAMA,
         WRITE_SLOTS,
@@ -280,7 +286,7 @@ MUTATIONS = (
         "the scales of int8 are those of other slots",
         LLAMA + IN_INT8,
         function(LayerPool, "write"),
-        edited("[slots] = scales", "[slots] = scales[::-1]"),
+        edited("[at] = scales", "[at] = scales[::-1]"),
     ),
     # bytes of rows
     Mutation("a block's bytes come back in another order", LLAMA, function(KVPool, "read"), in_reverse),

@@ -65,6 +65,21 @@ def test_a_run_is_told_where_blocks_follow_each_other_and_nowhere_else(
                 assert call is scattered
 
 
+@CALLS
+@OF_FAMILY
+def test_a_lone_sequence_is_written_to_a_run_where_its_new_slots_follow_each_other(
+    family: TokenFamily, seed: int
+) -> None:
+    scattered = drawn(family, seed)
+    assert scattered.rows.write_run is None or len(scattered.pasts) == 1
+    for table, past, length in zip(scattered.tables, scattered.pasts, scattered.lengths, strict=True):
+        for blocks in (table, np.where(table == NO_BLOCK, table, 3 + np.arange(len(table), dtype=np.int32))):
+            call = Call(family, [blocks], [past], [length])
+            slots = [call.slot(0, position) for position in range(past, past + length)]
+            expected = (slots[0], slots[-1] + 1) if (np.diff(slots) == 1).all() else None
+            assert call.rows.write_run == expected
+
+
 # ---- what rows see
 
 

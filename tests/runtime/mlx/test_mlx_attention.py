@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from rootstock.cache.families import SlidingWindow, TokenFamily
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import LayerPool
-from rootstock.runtime.mlx.stand_ins import StandIn
+from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, Visible
 from rootstock.runtime.mlx.survey import LayerShape
 from runtime.mlx.helpers import BLOCKS, FAMILIES, FULL, SIZE, Call, drawn
 
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 3, 8, 4
 SCALE = 0.4
+GIVEN = GivenArrays()  # of all layers
 
 
 def normal(random: np.random.Generator, *shape: int) -> NDArray[np.float32]:
@@ -65,7 +66,7 @@ class Layer:
                 self.pool.write(
                     slots, mx.array(keys[None, :, start:past]), mx.array(values[None, :, start:past])
                 )
-        self.stand_in = StandIn(call.rows, self.pool)
+        self.stand_in = StandIn(call.rows, self.pool, GIVEN)
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         keys = mx.array(self.new_keys)
@@ -123,7 +124,7 @@ def test_attention_sees_what_the_family_sees(
     layer = Layer(drawn(family, seed))
     sinks = mx.array([0.5, -1.0, 2.0, 0.0, 1.0, -0.3]) if has_sinks else None
     attention = PoolAttention(None)
-    with attention_on_pools(attention if on_pools else None):
+    with attention_on_pools(attention if on_pools else None, GIVEN):
         ours = layer.attend(sinks)
     assert attention.counters.on_pools == on_pools
     assert_equal(layer.call, ours, layer.by_hand(sinks))
@@ -132,7 +133,7 @@ def test_attention_sees_what_the_family_sees(
 @OF_FAMILY
 def test_a_model_may_ask_for_a_narrower_window(family: TokenFamily) -> None:
     layer = Layer(drawn(family, 2))
-    with attention_on_pools(PoolAttention(None)):
+    with attention_on_pools(PoolAttention(None), GIVEN):
         assert_equal(layer.call, layer.attend(window=3), layer.by_hand(window=3))
 
 
@@ -142,13 +143,13 @@ def test_blocks_that_follow_each_other_are_read_as_a_view(family: TokenFamily, n
     tables = [np.arange(first, first + 8, dtype=np.int32) for first in (2, 20)]
     layer = Layer(Call(family, tables, [13, 22], [new, 1]))
     assert None not in [layer.stand_in.rows.run(row) for row in (0, 1)]
-    with attention_on_pools(PoolAttention(None)):
+    with attention_on_pools(PoolAttention(None), GIVEN):
         assert_equal(layer.call, layer.attend(), layer.by_hand())
 
 
 def test_values_may_be_the_keys() -> None:
     layer, attention = Layer(drawn(FULL, 1), shares_values=True), PoolAttention(None)
-    with attention_on_pools(attention):
+    with attention_on_pools(attention, GIVEN):
         assert_equal(layer.call, layer.attend(), layer.by_hand())
     assert attention.counters.on_pools == 1
 
@@ -156,7 +157,7 @@ def test_values_may_be_the_keys() -> None:
 @OF_FAMILY
 def test_int8_rows_are_read_with_their_scales(family: TokenFamily) -> None:
     layer = Layer(drawn(family, 1), is_quantized=True)
-    with attention_on_pools(PoolAttention(None)):
+    with attention_on_pools(PoolAttention(None), GIVEN):
         assert_equal(layer.call, layer.attend(), layer.by_hand(), tolerance=0.05)
 
 
@@ -168,7 +169,7 @@ def test_rows_beyond_a_sequences_end_may_hold_anything_but_the_slot_of_zeros() -
         others = mx.array([slot for slot in range(SIZE * BLOCKS) if slot not in used] + [SIZE * BLOCKS + 1])
         for array in layer.pool.arrays:
             array[others] = float("nan")
-        with attention_on_pools(attention):
+        with attention_on_pools(attention, GIVEN):
             assert_equal(layer.call, layer.attend(), layer.by_hand())
 
 
@@ -181,7 +182,7 @@ def unchanged(layer: Layer, other: Layer) -> tuple[Any, ...]:
 
 
 def mask_of_another_layer(layer: Layer, other: Layer) -> tuple[Any, ...]:
-    twin = StandIn(layer.stand_in.rows, layer.pool)  # models make one mask for all layers of a kind
+    twin = StandIn(layer.stand_in.rows, layer.pool, GIVEN)  # models make one mask for all layers of a kind
     return (*layer.fetch(), twin.make_mask(max(layer.call.lengths)))
 
 
@@ -239,7 +240,8 @@ def test_only_the_unchanged_arrays_of_a_stand_in_are_served(
 ) -> None:
     call = drawn(FULL, 4, count=3)
     layer, other = Layer(call), Layer(call)
-    assert PoolAttention(None).serves(*given(layer, other)) is is_served
+    visible = GIVEN.visible(*given(layer, other))
+    assert visible == (Visible(layer.stand_in, None) if is_served else None)
 
 
 def test_changed_arrays_go_to_mlxs_own_function() -> None:
@@ -247,7 +249,7 @@ def test_changed_arrays_go_to_mlxs_own_function() -> None:
     layer, attention = Layer(drawn(FULL, 4, count=3)), PoolAttention(None)
     new = max(layer.call.lengths)
     hides_more = SlidingWindow(1, 1, 3)
-    with attention_on_pools(attention):
+    with attention_on_pools(attention, GIVEN):
         mask = layer.stand_in.make_mask(new, return_array=True)
         keys, values = layer.fetch()
         queries = mx.array(layer.call.pasts)[:, None, None, None] + mx.arange(new)[:, None]
@@ -259,7 +261,7 @@ def test_changed_arrays_go_to_mlxs_own_function() -> None:
 
 def test_an_option_that_is_not_known_goes_to_mlxs_own_function() -> None:
     layer, attention = Layer(drawn(FULL, 4, count=3)), PoolAttention(None)
-    with attention_on_pools(attention):
+    with attention_on_pools(attention, GIVEN):
         mask = layer.stand_in.make_mask(max(layer.call.lengths))
         ours = attend(layer.query, *layer.fetch(), mask, stream=mx.cpu)
     assert attention.counters.on_pools == 0
@@ -270,7 +272,7 @@ def test_arrays_of_other_models_are_left_alone() -> None:
     random, attention = np.random.default_rng(0), PoolAttention(None)
     query, rows = normal(random, 1, 4, 3, 8), mx.array(normal(random, 1, 4, 3, 8))
     outside = attend(query, rows, rows, "causal")
-    with attention_on_pools(attention):
+    with attention_on_pools(attention, GIVEN):
         assert np.array_equal(attend(query, rows, rows, "causal"), outside)
     assert attention.counters.on_pools == 0
 
@@ -282,7 +284,7 @@ def test_attention_on_pools_ends_with_its_context() -> None:
     layer, attention = Layer(drawn(FULL, 1)), PoolAttention(None)
     mask = layer.stand_in.make_mask(max(layer.call.lengths))
     keys, values = layer.fetch()
-    with contextlib.suppress(ZeroDivisionError), attention_on_pools(attention):
+    with contextlib.suppress(ZeroDivisionError), attention_on_pools(attention, GIVEN):
         attend(layer.query, keys, values, mask)
         raise ZeroDivisionError
     assert attention.counters.on_pools == 1
@@ -297,11 +299,11 @@ def test_each_thread_has_its_own_attention() -> None:
 
     def attend_elsewhere() -> None:
         attend(layer.query, keys, values, mask)  # without a context
-        with attention_on_pools(theirs):
+        with attention_on_pools(theirs, GIVEN):
             attend(layer.query, keys, values, mask)
             attend(layer.query, keys, values, mask)
 
-    with attention_on_pools(ours):
+    with attention_on_pools(ours, GIVEN):
         thread = threading.Thread(target=attend_elsewhere)
         thread.start()
         thread.join()
@@ -340,7 +342,7 @@ def test_a_kernel_serves_few_rows(longest: int, is_quantized: bool, is_used: boo
     assert (max(call.lengths) <= 4) == (longest == 4)
     layer, kernel = Layer(call, is_quantized), Echo()
     attention = PoolAttention(kernel)  # type: ignore[arg-type]
-    with attention_on_pools(attention):
+    with attention_on_pools(attention, GIVEN):
         ours = layer.attend()
     assert (attention.counters.on_pools, attention.counters.by_kernel) == (1, int(is_used))
     if is_used:

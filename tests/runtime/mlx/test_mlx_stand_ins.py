@@ -10,7 +10,7 @@ import pytest
 
 from rootstock.cache.families import SlidingWindow
 from rootstock.runtime.mlx.kv_pool import LayerPool
-from rootstock.runtime.mlx.stand_ins import PoolView, StandIn
+from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, Visible
 from rootstock.runtime.mlx.survey import LayerShape
 from runtime.mlx.helpers import BLOCKS, FULL, SIZE, Call, drawn
 
@@ -20,7 +20,7 @@ WINDOW = SlidingWindow(1, 1, 5)
 
 def made(call: Call, shares_values: bool = False, grouped_masks: bool = False) -> StandIn:
     shape = LayerShape(0, HEADS, KEY_DIM, KEY_DIM if shares_values else VALUE_DIM, mx.float32, shares_values)
-    return StandIn(call.rows, LayerPool(shape, SIZE * BLOCKS), grouped_masks)
+    return StandIn(call.rows, LayerPool(shape, SIZE * BLOCKS), GivenArrays(), grouped_masks)
 
 
 def new_rows(call: Call, dim: int, seed: int) -> mx.array:
@@ -54,7 +54,9 @@ def test_a_second_call_finds_the_rows_of_the_first() -> None:
     keys, *_ = update(stand_in, call)
     (past,), (length,) = call.pasts, call.lengths
     later = StandIn(
-        Call(FULL, [np.append(call.tables[0], [60, 61])], [past + length], [2]).rows, stand_in.pool
+        Call(FULL, [np.append(call.tables[0], [60, 61])], [past + length], [2]).rows,
+        stand_in.pool,
+        GivenArrays(),
     )
     found, _ = later.update_and_fetch(mx.ones((1, HEADS, 2, KEY_DIM)), mx.ones((1, HEADS, 2, VALUE_DIM)))
     assert np.array_equal(found[:, :, past : past + length], keys)
@@ -80,19 +82,16 @@ def test_arrays_of_the_pool_are_dropped_after_the_call() -> None:
     assert stand_in.state == (None, None)
 
 
-def test_what_is_computed_of_a_view_is_no_view() -> None:
-    call = drawn(FULL, 1)
-    keys, values = update(made(call), call)[2:]
-    assert isinstance(keys, PoolView)
-    assert isinstance(values, PoolView)
-    for array in (
-        keys * 1,
-        keys[:, :1],
-        keys.transpose(0, 1, 3, 2),
-        mx.concatenate([keys, keys]),
-        keys.astype(mx.float16),
-    ):
-        assert not isinstance(array, PoolView)
+def test_given_arrays_are_found_until_the_call_ends() -> None:
+    call, given = drawn(FULL, 1), GivenArrays()
+    stand_in = StandIn(call.rows, made(call).pool, given)
+    keys, values = update(stand_in, call)[2:]
+    assert given.visible(keys, values, None) == Visible(stand_in, None)
+    assert given.visible(keys, values, "causal") == Visible(stand_in, None)
+    for array in (keys * 1, keys[:], keys.transpose(0, 1, 2, 3), keys.astype(keys.dtype), mx.array(keys)):
+        assert given.visible(array, values, None) is None
+    given.clear()
+    assert given.visible(keys, values, None) is None
 
 
 def test_the_offset_advances_by_the_new_rows() -> None:
@@ -127,28 +126,27 @@ def test_one_sequence_gets_the_masks_that_mlx_knows() -> None:
     assert made(one(FULL, 5, 1)).make_mask(1) is None
     assert made(one(FULL, 5, 3)).make_mask(3) == "causal"
     assert made(one(WINDOW, 9, 1)).make_mask(1) is None, "it reads its window alone"
-    assert isinstance(made(one(FULL, 5, 3)).make_mask(3, return_array=True), PoolView)
+    assert isinstance(made(one(FULL, 5, 3)).make_mask(3, return_array=True), mx.array)
 
 
 def test_windows_are_masked_where_a_row_reads_more_than_its_own() -> None:
     mask = made(one(WINDOW, 9, 3)).make_mask(3)
-    assert isinstance(mask, PoolView)
+    assert isinstance(mask, mx.array)
     assert np.array(mask)[0, 0].astype(int).tolist() == [
         [1, 1, 1, 1, 1, 0, 0],
         [0, 1, 1, 1, 1, 1, 0],
         [0, 0, 1, 1, 1, 1, 1],
     ]
     asked = made(one(FULL, 4, 1)).make_mask(1, window_size=2)
-    assert isinstance(asked, PoolView)
+    assert isinstance(asked, mx.array)
     assert np.array(asked)[0, 0].astype(int).tolist() == [[0, 0, 0, 1, 1]]
-    assert (mask.window, asked.window) == (5, 2)
 
 
 def test_sequences_of_unlike_lengths_get_an_array() -> None:
     call = drawn(FULL, 4, count=3, longest=1)
     assert len(set(call.pasts)) > 1
     mask = made(call).make_mask(1)
-    assert isinstance(mask, PoolView)
+    assert isinstance(mask, mx.array)
     assert np.array(mask).sum(-1).reshape(-1).tolist() == [past + 1 for past in call.pasts]
 
 
@@ -156,12 +154,12 @@ def test_grouped_masks_have_a_dimension_more_for_several_sequences() -> None:
     several, alone = drawn(FULL, 4, count=3), one(WINDOW, 9, 3)
     new = max(several.lengths)
     plain, grouped = (made(several, grouped_masks=grouped).make_mask(new) for grouped in (False, True))
-    assert isinstance(plain, PoolView)
-    assert isinstance(grouped, PoolView)
+    assert isinstance(plain, mx.array)
+    assert isinstance(grouped, mx.array)
     assert grouped.shape == (3, 1, *plain.shape[1:])
     assert np.array_equal(grouped[:, 0], plain)
     ungrouped = made(alone, grouped_masks=True).make_mask(3)
-    assert isinstance(ungrouped, PoolView)
+    assert isinstance(ungrouped, mx.array)
     assert ungrouped.ndim == 4
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from rootstock.cache.families import ChunkedAttention
 from rootstock.kernels.metal.paged_attention import PagedKernel
-from rootstock.runtime.mlx.stand_ins import PoolView, StandIn
+from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, Visible
 
 
 @dataclass(slots=True)
@@ -31,29 +31,11 @@ class PoolAttention:
         self.counters = AttentionCounters()
         self._kernel = kernel
 
-    def serves(self, keys: Any, values: Any, mask: Any) -> bool:
-        """Returns whether the arguments are those that a stand-in gave to the model, without any change."""
-        if not (isinstance(keys, PoolView) and isinstance(values, PoolView)):
-            return False
-        stand_in = keys.stand_in
-        return (
-            values.stand_in is stand_in
-            and keys.kind == "keys"
-            and (values.kind == "values" or stand_in.pool.shape.shares_values)
-            and (mask is None or isinstance(mask, str) or self._is_mask_of(mask, stand_in))
-        )
-
-    @staticmethod
-    def _is_mask_of(mask: Any, stand_in: StandIn) -> bool:
-        return isinstance(mask, PoolView) and mask.kind == "mask" and mask.stand_in.rows is stand_in.rows
-
-    def attend(
-        self, stand_in: StandIn, query: mx.array, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, visible: Visible, query: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Computes [sequences, q_heads, new, value_dim] of queries [sequences, q_heads, new, key_dim]."""
         self.counters.on_pools += 1
+        stand_in, window = visible
         rows, pool = stand_in.rows, stand_in.pool
-        window = mask.window if isinstance(mask, PoolView) else rows.window(None)
         kernel, shape = self._kernel, pool.shape
         if kernel is not None and kernel.serves(
             query.shape[1], shape.heads, shape.key_dim, shape.value_dim, rows.new
@@ -96,12 +78,15 @@ class PoolAttention:
             seen = rows.mask(window)[row : row + 1, :, :new, skipped : end - start]
         elif new > 1:
             seen = "causal"
-        run = rows.run(row)
-        slots = rows.read_slots[row, skipped : end - start] if run is None else (run[0] + skipped, run[1])
-        keys, values = (
-            visible[None].transpose(0, 2, 1, 3)  # [1, heads, positions, dim]
-            for visible in (stand_in.pool.keys_at(slots), stand_in.pool.values_at(slots))
-        )
+        if rows.count == 1 and not skipped:
+            keys, values = stand_in.keys, stand_in.values
+        else:
+            run = rows.run(row)
+            slots = rows.read_slots[row, skipped : end - start] if run is None else (run[0] + skipped, run[1])
+            keys, values = (
+                visible[None].transpose(0, 2, 1, 3)  # [1, heads, positions, dim]
+                for visible in (stand_in.pool.keys_at(slots), stand_in.pool.values_at(slots))
+            )
         attended = _own_attention()(
             query[row : row + 1, :, :new], keys, values, scale=scale, mask=seen, sinks=sinks
         )
@@ -119,18 +104,19 @@ _installing = threading.Lock()
 class attention_on_pools:  # noqa: N801 (a context manager)
     """Context in which attention with a stand-in's arrays reads the pools by `attention`; None: it reads gathers."""
 
-    def __init__(self, attention: PoolAttention | None) -> None:
+    def __init__(self, attention: PoolAttention | None, given: GivenArrays) -> None:
         self._attention = attention
+        self._given = given
 
     def __enter__(self) -> None:
         with _installing:
             if not _installed:
                 _installed.append(mx.fast.scaled_dot_product_attention)
                 mx.fast.scaled_dot_product_attention = _hook
-        _call.attention = self._attention
+        _call.attention, _call.given = self._attention, self._given
 
     def __exit__(self, *error: object) -> None:
-        _call.attention = None
+        _call.attention = _call.given = None
 
 
 def _own_attention() -> Callable[..., mx.array]:
@@ -139,6 +125,8 @@ def _own_attention() -> Callable[..., mx.array]:
 
 def _hook(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, **options: Any) -> mx.array:
     attention: PoolAttention | None = getattr(_call, "attention", None)
-    if attention is not None and options.keys() == {"scale"} and attention.serves(k, v, mask):
-        return attention.attend(k.stand_in, q, options["scale"], mask, sinks)
+    if attention is not None and options.keys() == {"scale"}:
+        visible = _call.given.visible(k, v, mask)
+        if visible is not None:
+            return attention.attend(visible, q, options["scale"], sinks)
     return _own_attention()(q, k, v, mask=mask, sinks=sinks, **options)

@@ -117,16 +117,17 @@ class LayerPool:
         scales = _taken(self._arrays[number + len(self._arrays) // 2], slots)
         return (rows.astype(mx.float32) * scales[..., None]).astype(self.shape.dtype)
 
-    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+    def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
         """Writes K and V [sequences, heads, new, dim] to slots [sequences · new], row by row."""
         kept = len(self._arrays) // 2 if self.shape.is_quantized else len(self._arrays)
+        at = slice(*slots) if isinstance(slots, tuple) else slots
         for number, given in enumerate((keys, values)[:kept]):
             array = self._arrays[number]
             rows = given.transpose(0, 2, 1, 3).reshape(-1, *array.shape[1:])
             if self.shape.is_quantized:
                 rows, scales = _quantized(rows)
-                self._arrays[number + kept][slots] = scales
-            array[slots] = rows.astype(array.dtype)
+                self._arrays[number + kept][at] = scales
+            array[at] = rows.astype(array.dtype)
 
     def renew(self) -> None:
         """Makes all arrays anew. The old ones are dropped first: memory may be what is missing."""

@@ -57,6 +57,7 @@ class FamilyRows:
         ]
         self._zero_slot = blocks * block_size
         self._padding_slot = self._zero_slot + 1
+        self._runs: dict[int, tuple[int, int] | None] = {}
         self._masks: dict[int | None, mx.array] = {}
         self._paged: dict[int | None, StepRows] = {}
 
@@ -87,6 +88,11 @@ class FamilyRows:
         return mx.array(slots.reshape(-1))
 
     @cached_property
+    def write_run(self) -> tuple[int, int] | None:
+        """Returns the slots [first, end) of a lone sequence's new positions, if they follow each other, else None."""
+        return self._run_of(0, self.pasts[0], self.ends[0]) if self.count == 1 else None
+
+    @cached_property
     def _padded_tables(self) -> NDArray[np.int32]:
         """Returns the block tables [sequences, blocks], padded at the end and where blocks were released."""
         width = max(len(table) for table in self._tables)
@@ -113,9 +119,15 @@ class FamilyRows:
         return mx.where(self._positions < mx.array(self.ends, mx.int32)[:, None], slots, self._zero_slot)
 
     def run(self, row: int) -> tuple[int, int] | None:
-        """Returns the slots [first, end) of a sequence whose blocks follow each other in the pool, else None."""
-        size, start, end = self._block_size, self.starts[row], self.ends[row]
-        used = self._tables[row][start // size :]
+        """Returns the slots [first, end) that a sequence reads, if they follow each other in the pool, else None."""
+        if row not in self._runs:
+            self._runs[row] = self._run_of(row, self.starts[row], self.ends[row])
+        return self._runs[row]
+
+    def _run_of(self, row: int, start: int, end: int) -> tuple[int, int] | None:
+        """Returns the slots [first, end) of a sequence's positions start … end-1, if they follow each other."""
+        size = self._block_size
+        used = self._tables[row][start // size : -(-end // size)]
         if len(used) > 1 and not (np.diff(used) == 1).all():
             return None
         first = int(used[0]) * size + start % size

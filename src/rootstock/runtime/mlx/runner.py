@@ -30,7 +30,7 @@ from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import EvaluationFailed, KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
-from rootstock.runtime.mlx.stand_ins import StandIn, UnusedCache
+from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, UnusedCache
 from rootstock.runtime.mlx.state_pool import StatePool, States
 from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
 
@@ -299,13 +299,14 @@ class MlxRuntime:
         On return only the pools themselves hold their arrays.
         """
         pool, layout = self._kv_pool, self._layout
+        given = GivenArrays()
         stand_ins: list[StandIn] = []
         recurrent: dict[CachePath, Any] = {}
 
         def stand_in(path: CachePath, cache: Any) -> Any:
             if path in layout.layers:
                 its_rows, grouped = rows[layout.layers[path].family], self._served.grouped_masks
-                stand_ins.append(StandIn(its_rows, pool.layers[path], grouped))
+                stand_ins.append(StandIn(its_rows, pool.layers[path], given, grouped))
                 return stand_ins[-1]
             if path not in layout.states:
                 return UnusedCache(cache)
@@ -314,9 +315,10 @@ class MlxRuntime:
             return made
 
         try:
-            with attention_on_pools(self._attention):
+            with attention_on_pools(self._attention, given):
                 logits: mx.array = self._model(mx.array(tokens), cache=replaced(self._caches, stand_in))
         finally:
+            given.clear()
             for each in stand_ins:
                 each.drop_arrays()
         # A model may leave a view of the whole call's arrays as its state.

@@ -2,46 +2,83 @@
 
 An mlx-lm model gives its K and V to a cache, gets all visible K and V back, and calls attention with them. A stand-in
 writes to the pool and returns a gather of the pool through the block tables. MLX is lazy, so the gather is only an
-expression. Where attention is called with exactly the K, V and mask of a stand-in (`PoolView`), the hook in
+expression. Where attention is called with exactly the K, V and mask of a stand-in (`GivenArrays`), the hook in
 `attention.py` reads the pool itself, and the gather is never computed. If a model does anything else with them, it
 uses the gather, and the result is right as well.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
 from rootstock.runtime.mlx.kv_pool import LayerPool
 from rootstock.runtime.mlx.rows import FamilyRows
 
-Kind = Literal["keys", "values"]
+Kind = Literal["keys", "values", "mask"]
 
 
-class PoolView(mx.array):
-    """K, V or mask that a stand-in gave to the model. Arrays that are computed from it are plain ones."""
-
+@dataclass(frozen=True, slots=True)
+class _Given:
+    array: mx.array
     stand_in: StandIn
-    kind: Kind | Literal["mask"]
+    kind: Kind
     window: int | None  # of a mask
 
-    def __init__(
-        self, array: mx.array, stand_in: StandIn, kind: Kind | Literal["mask"], window: int | None = None
-    ) -> None:
-        super().__init__(array)
-        self.stand_in = stand_in
-        self.kind = kind
-        self.window = window
+
+class Visible(NamedTuple):
+    """Positions that a call of attention sees: a stand-in's, under a window."""
+
+    stand_in: StandIn
+    window: int | None
+
+
+class GivenArrays:
+    """K, V and masks that the stand-ins of one call gave to the model, found by identity.
+
+    A subclass of MLX's array would tell them, too. But MLX makes an array of another by an operation, and that copies
+    all of K and V if it is computed.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[int, _Given] = {}  # by the array's id, which is its own while it is kept here
+
+    def add(self, array: mx.array, stand_in: StandIn, kind: Kind, window: int | None = None) -> mx.array:
+        """Notes an array and returns it. `window`: of a mask."""
+        self._given[id(array)] = _Given(array, stand_in, kind, window)
+        return array
+
+    def clear(self) -> None:
+        self._given.clear()
+
+    def visible(self, keys: Any, values: Any, mask: Any) -> Visible | None:
+        """Returns what attention sees by K, V and the mask of a stand-in. None: one of them is another array."""
+        k, v = self._given.get(id(keys)), self._given.get(id(values))
+        if k is None or v is None or k.kind != "keys" or v.stand_in is not k.stand_in:
+            return None
+        if v.kind != "values" and not (v is k and k.stand_in.pool.shape.shares_values):
+            return None
+        rows = k.stand_in.rows
+        if mask is None or isinstance(mask, str):
+            return Visible(k.stand_in, rows.window(None))
+        m = self._given.get(id(mask))
+        if m is None or m.kind != "mask" or m.stand_in.rows is not rows:
+            return None
+        return Visible(k.stand_in, m.window)
 
 
 class StandIn:
     """Cache of one attention layer for one call of the model, in the interface of mlx-lm's caches."""
 
-    def __init__(self, rows: FamilyRows, pool: LayerPool, grouped_masks: bool = False) -> None:
-        """`grouped_masks`: see `runner.Served`."""
+    def __init__(
+        self, rows: FamilyRows, pool: LayerPool, given: GivenArrays, grouped_masks: bool = False
+    ) -> None:
+        """`given`: of the call. `grouped_masks`: see `runner.Served`."""
         self.rows = rows
         self.pool = pool
+        self._given = given
         self._grouped_masks = grouped_masks and rows.count > 1
         # mlx-lm's names. RoPE reads `offset`, a chunked model `start_position` (of one sequence).
         self.offset = rows.offset
@@ -57,14 +94,15 @@ class StandIn:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes K and V [sequences, heads, new, dim] to the pool. Returns those of all visible positions."""
-        self.pool.write(self.rows.write_slots, keys, values)
-        self.offset = self.offset + self.rows.new
-        slots = self.rows.read_slots if self.rows.count > 1 else self.rows.run(0) or self.rows.read_slots
-        self.keys = PoolView(self._dense(self.pool.keys_at(slots)), self, "keys")
+        rows = self.rows
+        self.pool.write(rows.write_run or rows.write_slots, keys, values)
+        self.offset = self.offset + rows.new
+        slots = rows.read_slots if rows.count > 1 else rows.run(0) or rows.read_slots
+        self.keys = self._given.add(self._dense(self.pool.keys_at(slots)), self, "keys")
         if self.pool.shape.shares_values:
             self.values = self.keys
         else:
-            self.values = PoolView(self._dense(self.pool.values_at(slots)), self, "values")
+            self.values = self._given.add(self._dense(self.pool.values_at(slots)), self, "values")
         return self.keys, self.values
 
     def _dense(self, rows: mx.array) -> mx.array:
@@ -79,7 +117,7 @@ class StandIn:
         N: int,  # noqa: N803 (mlx-lm's name)
         return_array: bool = False,
         window_size: int | None = None,
-    ) -> PoolView | Literal["causal"] | None:
+    ) -> mx.array | Literal["causal"] | None:
         """Returns the mask of `N` new positions. Raises ValueError if the model computes another number."""
         if self.rows.new != N:
             raise ValueError(f"the model asks for a mask of {N} positions in a call of {self.rows.new}")
@@ -90,7 +128,7 @@ class StandIn:
             if self.rows.count == 1 and not return_array:
                 return "causal"
         mask = self.rows.mask(window)
-        return PoolView(mask[:, None] if self._grouped_masks else mask, self, "mask", window)
+        return self._given.add(mask[:, None] if self._grouped_masks else mask, self, "mask", window)
 
     def maybe_trim_front(self) -> None:
         """Keeps everything: the pool's visible positions begin where a chunked model needs them."""
