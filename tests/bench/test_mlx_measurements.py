@@ -72,9 +72,11 @@ def figures_of_ways(job: Job) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ on the CPU
 
 
+@pytest.mark.parametrize("scattered", [True, False])
 @pytest.mark.parametrize("synchronize", [True, False])
-def test_writes_are_in_place_and_copies_are_seen(synchronize: bool) -> None:
-    case = {"pool_mib": 16, "writes": 4, "synchronize": synchronize, "slice_held": False}
+def test_writes_are_in_place_and_copies_are_seen(synchronize: bool, scattered: bool) -> None:
+    writes = {"pool_mib": 16, "writes": 4, "scattered": scattered}
+    case = {**writes, "synchronize": synchronize, "slice_held": False}
     in_place = figures_of(Job("pool writes", case, GIB))
     assert (in_place["copied_by_address"], in_place["copied_by_peak_memory"]) == (0, 0)
     copied = figures_of(Job("pool writes", {**case, "slice_held": True}, GIB))

@@ -146,7 +146,9 @@ def pool_writes(job: Job) -> Iterator[Figures]:
         mx.eval(held)
         mx.reset_peak_memory()
         before, began = mx.get_active_memory(), time.perf_counter()
-        pool.write(mx.array([number % slots, (number + 7) % slots]), rows * number, rows)
+        first = number % (slots - 7)
+        at = mx.array([first, first + 7]) if case["scattered"] else (first, first + 2)
+        pool.write(at, rows * number, rows)
         keys, values = (
             visible[None].transpose(0, 2, 1, 3)
             for visible in (pool.keys_at((0, seen)), pool.values_at((0, seen)))

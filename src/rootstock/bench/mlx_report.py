@@ -322,10 +322,11 @@ def _first_cases(sizes: Sizes) -> Iterator[tuple[str, Case]]:
         for number in range(sizes.kernel_shapes):
             yield "kernel", _kernel(dtype, number)
     for pool_mib in sizes.pool_mib:
-        for synchronize in (True, False):
-            yield "pool writes", _writes(sizes, pool_mib, synchronize=synchronize)
+        for scattered in (True, False):
+            for synchronize in (True, False):
+                yield "pool writes", _writes(sizes, pool_mib, scattered=scattered, synchronize=synchronize)
     # A slice that is held makes each write a copy. This case shows whether copies are seen.
-    yield "pool writes", _writes(sizes, sizes.pool_mib[0], synchronize=True, slice_held=True)
+    yield "pool writes", _writes(sizes, sizes.pool_mib[0], scattered=True, synchronize=True, slice_held=True)
 
 
 def _kernel(dtype: str, number: int) -> Case:
@@ -339,10 +340,14 @@ def _kernel(dtype: str, number: int) -> Case:
     }
 
 
-def _writes(sizes: Sizes, pool_mib: int, *, synchronize: bool, slice_held: bool = False) -> Case:
+def _writes(
+    sizes: Sizes, pool_mib: int, *, scattered: bool, synchronize: bool, slice_held: bool = False
+) -> Case:
+    """Returns a case of writes to scattered slots, as for a batch, or to a run of them, as for one sequence."""
     return {
         "pool_mib": pool_mib,
         "writes": sizes.writes,
+        "scattered": scattered,
         "synchronize": synchronize,
         "slice_held": slice_held,
     }
