@@ -147,6 +147,14 @@ def test_blocks_that_follow_each_other_are_read_as_a_view(family: TokenFamily, n
         assert_equal(layer.call, layer.attend(), layer.by_hand())
 
 
+def test_a_model_may_use_the_attributes_of_its_cache_for_something_else() -> None:
+    layer = Layer(Call(FULL, [np.arange(8, dtype=np.int32)], [13], [2]))
+    with attention_on_pools(PoolAttention(None), GIVEN):
+        keys, values = layer.fetch()
+        layer.stand_in.keys = layer.stand_in.values = mx.zeros(keys.shape)
+        assert_equal(layer.call, attend(layer.query, keys, values, "causal"), layer.by_hand())
+
+
 def test_values_may_be_the_keys() -> None:
     layer, attention = Layer(drawn(FULL, 1), shares_values=True), PoolAttention(None)
     with attention_on_pools(attention, GIVEN):

@@ -355,8 +355,9 @@ def test_pools_that_cannot_be_made_anew_stay_lost_until_they_can(
         try:
             logits = runtime.forward(Batch([of(runtime, 0, tokens)]))
             break
-        except PoolsLost:
+        except PoolsLost as error:
             lost += 1
+            assert error.__context__ is None, "its frames would hold the pools"
     assert lost == (1 if failures == 1 else failures - 1), (
         "the first failed evaluation is followed by a renewal"
     )

@@ -31,8 +31,19 @@ class PoolAttention:
         self.counters = AttentionCounters()
         self._kernel = kernel
 
-    def attend(self, visible: Visible, query: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Computes [sequences, q_heads, new, value_dim] of queries [sequences, q_heads, new, key_dim]."""
+    def attend(
+        self,
+        visible: Visible,
+        query: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Computes [sequences, q_heads, new, value_dim] of queries [sequences, q_heads, new, key_dim].
+
+        `keys`, `values`: as the stand-in gave them, [sequences, heads, width, dim].
+        """
         self.counters.on_pools += 1
         stand_in, window = visible
         rows, pool = stand_in.rows, stand_in.pool
@@ -53,7 +64,9 @@ class PoolAttention:
                 shared_value_dim=shape.value_dim,
             )
             return attended.reshape(rows.count, rows.new, *attended.shape[1:]).transpose(0, 2, 1, 3)
-        parts = [self._row(stand_in, row, query, scale, window, sinks) for row in range(rows.count)]
+        parts = [
+            self._row(stand_in, row, query, keys, values, scale, window, sinks) for row in range(rows.count)
+        ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def _row(
@@ -61,6 +74,8 @@ class PoolAttention:
         stand_in: StandIn,
         row: int,
         query: mx.array,
+        keys: mx.array,
+        values: mx.array,
         scale: float,
         window: int | None,
         sinks: mx.array | None,
@@ -78,9 +93,7 @@ class PoolAttention:
             seen = rows.mask(window)[row : row + 1, :, :new, skipped : end - start]
         elif new > 1:
             seen = "causal"
-        if rows.count == 1 and not skipped:
-            keys, values = stand_in.keys, stand_in.values
-        else:
+        if rows.count > 1 or skipped:
             run = rows.run(row)
             slots = rows.read_slots[row, skipped : end - start] if run is None else (run[0] + skipped, run[1])
             keys, values = (
@@ -128,5 +141,5 @@ def _hook(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, **opti
     if attention is not None and options.keys() == {"scale"}:
         visible = _call.given.visible(k, v, mask)
         if visible is not None:
-            return attention.attend(visible, q, options["scale"], sinks)
+            return attention.attend(visible, q, k, v, options["scale"], sinks)
     return _own_attention()(q, k, v, mask=mask, sinks=sinks, **options)

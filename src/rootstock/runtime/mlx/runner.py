@@ -249,10 +249,11 @@ class MlxRuntime:
             if self._states is not None:
                 self._states.clear()
             self._kv_pool.renew()
+            self._is_lost = False
         except EvaluationFailed as failure:
             cause = _without_frames(failure.cause)
+        if self._is_lost:  # outside of the handler, whose exception would hold the pools as the context
             raise PoolsLost(cause) from cause
-        self._is_lost = False
 
     def _call_model(self, segments: Sequence[Segment], *, scores: bool) -> NDArray[np.float32] | None:
         """Computes segments in one call. Returns [segments, new, vocab], or None without `scores`."""

@@ -39,7 +39,8 @@ class GivenArrays:
     """K, V and masks that the stand-ins of one call gave to the model, found by identity.
 
     A subclass of MLX's array would tell them, too. But MLX makes an array of another by an operation, and that copies
-    all of K and V if it is computed.
+    all of K and V if it is computed. An array that a model changes in place keeps its identity: attention on
+    the pools would not see the change, and the self-check finds another mode.
     """
 
     def __init__(self) -> None:
