@@ -280,9 +280,9 @@ class Trial:
             *((s, s.past + 1, "a decode") for s in (long, whole)),
         )
         # Rows without logits, as in every prefill: the head gets fewer rows than the other layers. An engine asks for
-        # one row. A median of so few would be that of a row which rounding has sent to another expert.
+        # one row. The median of so few could be that of a row that rounding has sent to another expert.
         last = "the last rows of a chunk"
-        self._step((fresh, 19, last), (long, long.past + 1, "a decode"), (begun, 20, last), most_logits=8)
+        self._step((fresh, 19, last), (long, long.past + 1, "a decode"), (again, 20, last), most_logits=8)
         self._decode(begun, fresh)
         return self._rows
 
