@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
+from mlx_lm.models import llama
 
 from mlx_checkpoints import KINDS, make_mlx_model
 from rootstock.cache.families import SlidingWindow
@@ -55,6 +56,19 @@ def test_a_correct_model_passes_in_each_mode(kind: str, mode: ExecutionMode) -> 
     verdict = check(made(kind), mode=mode)
     assert max(verdict.figures.values()) <= 1e-4
     assert verdict.remark == ""
+
+
+def test_a_model_whose_decodes_differ_from_prefills_passes_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = llama.MLP.__call__
+    decoding = 1.02  # times the output of a single row
+    monkeypatch.setattr(
+        llama.MLP, "__call__", lambda self, x: own(self, x) * (decoding if x.shape[1] == 1 else 1.0)
+    )
+    verdict = check(made("llama"), mode="one sequence per forward")
+    assert max(verdict.figures.values()) <= 1e-4
+    assert "a decode by the model itself differs from one pass" in verdict.remark
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
