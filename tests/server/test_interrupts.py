@@ -140,18 +140,23 @@ def test_an_interrupted_load_shows_the_terminals_cursor_again() -> None:
     assert b"Traceback" not in written
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, first: signal.Signals) -> None:
-    writing_forever = (
-        "import threading\n"
+def serve_that_writes_forever(disk: Path, first: str) -> subprocess.Popen[str]:
+    """Starts a server. As it stops, its write of the cache to disk executes the line `first` and does not end."""
+    hanging = (
+        "import signal, threading\n"
         "from rootstock.engine.tiers.connector import TierConnector\n"
         "def flush(self):\n"
-        "    print('writing', flush=True)\n"
+        f"    {first}\n"
         "    threading.Event().wait()\n"
         "TierConnector.flush = flush\n"
     )
-    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
-    process = serve_oracle(*options, before=writing_forever).process
+    options = ("--kv-budget", "1MiB", "--disk-dir", str(disk), "--disk-budget", "64MiB")
+    return serve_oracle(*options, before=hanging).process
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, first: signal.Signals) -> None:
+    process = serve_that_writes_forever(tmp_path / "disk", "print('writing', flush=True)")
     assert process.stdout is not None
     process.send_signal(first)
     assert process.stdout.readline() == "writing\n"
@@ -164,16 +169,8 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
 
 def test_a_second_ctrl_c_that_another_thread_receives_ends_the_server(tmp_path: Path) -> None:
     """The system may give a signal to any thread. Python's handlers wait for the main thread to wake up."""
-    interrupting = (
-        "import signal, threading\n"
-        "from rootstock.engine.tiers.connector import TierConnector\n"
-        "def flush(self):\n"
-        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
-        "    threading.Event().wait()\n"
-        "TierConnector.flush = flush\n"
-    )
-    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
-    process = serve_oracle(*options, before=interrupting).process
+    interrupting = "signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
+    process = serve_that_writes_forever(tmp_path / "disk", interrupting)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=HANG_S)
     assert process.returncode == -signal.SIGINT
