@@ -3,6 +3,7 @@ every row."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -226,7 +227,7 @@ class OfLease:
         self.cuts = list(cuts)
 
 
-class Scoring:
+class Scoring(ABC):
     """Runtime that scores every row, also those that the engine does not ask for. Subclasses keep the logits."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -249,8 +250,9 @@ class Scoring:
             row += len(rows)
         return np.concatenate(wanted)
 
+    @abstractmethod
     def _keep(self, segment: Segment, rows: Logits) -> None:
-        raise NotImplementedError
+        """Keeps the logits [new, vocab] of a segment."""
 
 
 def lease_of(cache: KVCache, segment: Segment) -> Lease:
