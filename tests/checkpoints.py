@@ -70,11 +70,21 @@ def save_plain(
     dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Path:
-    """Saves a model of the configuration that these fields give, and the tokenizer beside it."""
+    """Saves a model of the configuration that these fields give, and the tokenizer beside it.
+
+    The model has more logits than its tokenizer has tokens, as most have: how many more differs by its type.
+    """
+    if tokenizer is not None:
+        fields["vocab_size"] = padded(fields["vocab_size"], model_type)
     _plain_model(AutoConfig.for_model(model_type, **fields)).to(dtype).save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     return directory
+
+
+def padded(tokens: int, kind: str) -> int:
+    """Returns a number of logits for so many tokens: 1 to 64 more, by the kind of model."""
+    return tokens + 1 + sum(kind.encode()) % 64
 
 
 def _plain_model(config: Any, seed: int = 0) -> PreTrainedModel:

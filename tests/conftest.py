@@ -39,6 +39,15 @@ if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEE
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_host_of_grammars() -> Iterator[None]:
+    """Keeps the process that compiles grammars, once it has started, for all tests of this process."""
+    from rootstock.engine.constraints.host import HOST
+
+    with HOST.used():
+        yield
+
+
 @pytest.fixture
 def no_garbage_collector() -> Iterator[None]:
     gc.disable()

@@ -7,7 +7,8 @@ match + admit + commit + release, on a pool that is full, so that every request 
     cold     nothing is cached, 256 blocks are evicted
 
 Before the measurement each pool serves this mix until its first content has been evicted. Evicted nodes and free
-blocks are then those of such requests: branches and remainders, not whole prompts side by side. Both sizes are
+blocks are then those of such requests: branches and remainders, not whole prompts side by side. The comparison of
+prompts that diverged, which the engine makes between two steps, is timed apart. Both sizes are
 measured in turn in every round, so that the machine's drift affects both.
 """
 
@@ -29,6 +30,7 @@ NEW = 512
 BLOCK = 32
 MIXED = 12  # requests of a kind in a row
 NAMESPACE = Namespace("weights", "bfloat16")
+BARS = {"repeat": 90, "hit": 80, "cold": 60}  # million tokens a second
 EXPECTED = {"repeat": PROMPT - 1, "hit": PROMPT - NEW, "cold": 0}  # tokens found, or one more
 
 
@@ -41,6 +43,7 @@ class Cached:
         blocks = sequences * (PROMPT // BLOCK)
         self.cache = KVCache([FullAttention(1, 2)], blocks * BLOCK * 2, BLOCK)
         self.prompts: deque[Tokens] = deque(maxlen=self.newest)
+        self.after_s: deque[float] = deque(maxlen=1000)
         for _ in range(sequences):
             self.request(self.pick("cold"))
         for _ in range(-(-sequences // MIXED)):  # as many cold prompts as there is room for
@@ -71,7 +74,10 @@ class Cached:
         lease = admitted.lease
         self.cache.commit(lease, prompt[lease.num_computed_tokens :])
         self.cache.release(lease, ReleaseReason.FINISHED)
-        return time.perf_counter() - began, lease.hit_tokens
+        ended = time.perf_counter()
+        self.cache.compare_diverged()
+        self.after_s.append(time.perf_counter() - ended)
+        return ended - began, lease.hit_tokens
 
 
 def main() -> None:
@@ -107,13 +113,16 @@ def main() -> None:
         print(f"{kind:8}{size:8}{median:12.1f}{p95:10.1f}{PROMPT / median:18.1f}")
         figures[f"{kind}_{size}_us"] = round(float(median), 1)
         figures[f"{kind}_{size}_million_tokens_per_s"] = round(PROMPT / float(median), 1)
+    after = float(np.median([seconds for each in sizes.values() for seconds in each.after_s])) * 1e6
+    print(f"comparison with siblings, between two steps: {after:.1f} µs")
+    figures["after_us"] = round(after, 1)
     for kind, values in ratios.items():
         figures[f"{kind}_ratio"] = round(float(np.median(values)), 3)
     conclude(
         "A5",
         figures,
         {f"{kind}_ratio": at_most(1.3) for kind in EXPECTED}
-        | {f"{kind}_10000_million_tokens_per_s": at_least(60) for kind in EXPECTED},
+        | {f"{kind}_10000_million_tokens_per_s": at_least(bar) for kind, bar in BARS.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Threads that run beside a measurement, and a poll of /health."""
+"""Threads that run beside a measurement, and a poll of /health or another probe."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def beside(*calls: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Health:
-    """Poll of /health on one connection: `with beside(Health(connection, pause_s).run):`."""
+    """Poll of a probe on one connection: `with beside(Health(connection, pause_s).run):`."""
 
-    def __init__(self, connection: http.client.HTTPConnection, pause_s: float) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, pause_s: float, path: str = "/health") -> None:
         self._connection = connection
         self._pause_s = pause_s
+        self._path = path
         self._times_s: list[float] = []
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(self._pause_s):
             began = time.perf_counter()
-            self._connection.request("GET", "/health")
+            self._connection.request("GET", self._path)
             self._connection.getresponse().read()
             self._times_s.append(time.perf_counter() - began)
         self._connection.close()

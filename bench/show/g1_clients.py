@@ -1,18 +1,21 @@
 """G1: real clients from their registries' packages against the real server.
 
 The server is bench/show/scripted_server.py: everything is real but the choice of tokens, which follows a script: the
-model calls a tool and then answers. Each Python client runs in a virtual environment of its own (bench/show/clients
-has the drivers), each coding agent non-interactively, started by `rootstock launch`, with a home and a working
-directory of its own. Missing packages are installed with pip and npm into --folder, which later runs use again.
+model calls a tool and then answers. Each Python client runs in a virtual environment of its own and each JavaScript
+client in an npm prefix of its own (bench/show/clients has the drivers). Each coding agent runs non-interactively,
+started by `rootstock launch`, with a home and a working directory of its own. Missing packages are installed with pip
+and npm into --folder, which later runs use again.
 
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
 tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
-the same system prompt, which is as long as an agent's. An agent is asked to run a command with its shell tool and to
-tell the output, then goes on in a second process. In a third it gives an object by a JSON schema, if it has an option
-for that. Agents always stream. An agent's share is that of the longest prompt of its second process, which is the
-conversation's. Qwen Code also asks a subagent there for the first time, with a system prompt and tools of its own.
-"all prompts" is the share of everything that the process asked, and "new session" that of the longest prompt of a new
-conversation in the same directory.
+the same system prompt, which is as long as an agent's. JavaScript's drivers also ask for an effort of reasoning, and
+go on behind a turn with an image.
+
+An agent is asked to run a command with its shell tool and to tell the output, then goes on in a second process. In
+a third it gives an object by a JSON schema, if it has an option for that. Agents always stream. An agent's share is
+that of the longest prompt of its second process, which is the conversation's. Qwen Code also asks a subagent there
+for the first time, with a system prompt and tools of its own. "all prompts" is the share of everything that the
+process asked, and "new session" that of the longest prompt of a new conversation in the same directory.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +56,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ALL, NEW = "all prompts", "new session"  # shares without a bar
+# For packages that send telemetry.
+QUIET = {"DO_NOT_TRACK": "1"}
 SCHEMA_FILE = "schema.json"  # in the agent's working directory
 
 
@@ -60,6 +66,13 @@ class PythonClient:
     driver: str  # a file of `clients`
     package: str
     version_of: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeClient:
+    driver: str  # a file of `clients`
+    packages: tuple[str, ...]  # with versions, the first is the client; names of one driver share its prefix
+    api: str = ""  # the driver's last argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,26 @@ PYTHON = {
     "pydantic-ai": PythonClient("use_pydantic_ai.py", "pydantic-ai-slim[openai]", "pydantic-ai-slim"),
     "instructor": PythonClient("use_instructor.py", "instructor", "instructor"),
     "openai-agents": PythonClient("use_openai_agents.py", "openai-agents", "openai-agents"),
+}
+# Pinned: the packages of one client must fit each other, and a major version may rename what a driver calls.
+ZOD = "zod@4.6.7"
+AI_SDK = (
+    "ai@7.0.173",
+    "@ai-sdk/openai@4.0.118",
+    "@ai-sdk/openai-compatible@3.0.92",
+    "@ai-sdk/anthropic@4.0.105",
+)
+LANGCHAIN_JS = ("@langchain/openai@1.6.0", "@langchain/core@1.4.0", "@langchain/anthropic@1.5.11")
+JAVASCRIPT = {
+    "openai-node": NodeClient("use_openai_node.mjs", ("openai@7.57.0", ZOD)),
+    "anthropic-node": NodeClient("use_anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0", ZOD)),
+    "AI SDK compatible": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "compatible"),
+    "AI SDK openai": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "responses"),
+    "AI SDK openai.chat": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "chat"),
+    "AI SDK anthropic": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "anthropic"),
+    "LangChain.js chat": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "chat"),
+    "LangChain.js Responses": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "responses"),
+    "LangChain.js Anthropic": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "anthropic"),
 }
 NODE = {
     "Claude Code": NodeAgent(
@@ -114,13 +147,15 @@ NODE = {
     ),
 }
 
+CLIENTS = [*PYTHON, *JAVASCRIPT, *NODE]
+
 
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument(
         "--folder", type=Path, help="for the clients' packages; a temporary folder if left out"
     )
-    options.add_argument("--only", nargs="+", choices=[*PYTHON, *NODE], default=[*PYTHON, *NODE])
+    options.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     given = options.parse_args()
     with contextlib.ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -147,6 +182,8 @@ def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[s
         try:
             if name in PYTHON:
                 version, lines = run_driver(PYTHON[name], name, url, folder)
+            elif name in JAVASCRIPT:
+                version, lines = run_node_driver(JAVASCRIPT[name], url, folder)
             else:
                 version, lines = run_agent(NODE[name], url, folder, usage)
         except (subprocess.SubprocessError, OSError) as error:
@@ -189,12 +226,38 @@ def run_driver(client: PythonClient, name: str, url: str, folder: Path) -> tuple
         done.touch()
     told = f"import importlib.metadata; print(importlib.metadata.version({client.version_of!r}))"
     version = quietly([str(python), "-c", told], RUN_S).strip()
+    return version, checked([str(python), str(HERE / "clients" / client.driver), url, NAME])
+
+
+def checked(command: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs a driver and returns its lines."""
     with home() as environment:
-        ended = run([str(python), str(HERE / "clients" / client.driver), url, NAME], env=environment)
+        ended = run(command, env=environment)
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"check"')]
     if ended.failure or not lines:
         lines.append({"check": "run", "ok": False, "detail": ended.failure or "it printed no check"})
-    return version, lines
+    return lines
+
+
+# ---- JavaScript's clients
+
+
+def run_node_driver(client: NodeClient, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    prefix = folder / Path(client.driver).stem
+    done = prefix / "installed"
+    if not done.exists() or done.read_text() != str(client.packages):
+        install(prefix, *client.packages)
+        done.write_text(str(client.packages))
+    # Node looks for packages in the folders above a module: the drivers stand beside theirs.
+    for name in ("checks.mjs", client.driver):
+        shutil.copy(HERE / "clients" / name, prefix)
+    command = ["node", str(prefix / client.driver), url, NAME]
+    return client.packages[0].rpartition("@")[2], checked([*command, client.api] if client.api else command)
+
+
+def install(prefix: Path, *packages: str) -> None:
+    quiet = ("--no-fund", "--no-audit", "--ignore-scripts")
+    quietly(["npm", "install", "--prefix", str(prefix), *quiet, *packages], INSTALL_S)
 
 
 # ---- agents
@@ -204,8 +267,7 @@ def run_agent(agent: NodeAgent, url: str, folder: Path, usage: Path) -> tuple[st
     modules = folder / "node" / "node_modules"
     package = modules / agent.package
     if not (package / "package.json").exists():
-        quiet = ("--no-fund", "--no-audit", "--ignore-scripts")
-        quietly(["npm", "install", "--prefix", str(folder / "node"), *quiet, agent.package], INSTALL_S)
+        install(folder / "node", agent.package)
         if agent.install:
             quietly(["node", agent.install], INSTALL_S, cwd=package)
     version = json.loads((package / "package.json").read_text())["version"]
@@ -297,7 +359,7 @@ def home(*path: Path) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
         paths = os.pathsep.join([*map(str, path), os.environ["PATH"]])
-        yield {**kept, "PATH": paths, "HOME": folder, "NO_PROXY": "127.0.0.1"}
+        yield {**kept, "PATH": paths, "HOME": folder, "NO_PROXY": "127.0.0.1", **QUIET}
 
 
 def quietly(command: Sequence[str], within_s: float, cwd: Path | None = None) -> str:

@@ -43,7 +43,7 @@ from rootstock.engine.constraints.asked import Constraint
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.json_schema import json_schema_of
-from rootstock.engine.constraints.progress import AnswerProgress
+from rootstock.engine.constraints.progress import AnswerProgress, Masked
 from rootstock.engine.request import Request, RequestId, ResolvedSampling, StopParams
 from rootstock.engine.sampling import Sampler
 from rootstock.errors import RequestError
@@ -241,11 +241,15 @@ def random_answer(constraint: CompiledConstraint, seed: int) -> str | None:
 
 def accepts(constraint: CompiledConstraint, instance: Any) -> bool:
     """Returns whether the matcher takes an instance in one of the usual ways to write it."""
-    assert constraint.grammar is not None
     for separators in ((",", ":"), (", ", ": ")):
         text = json.dumps(instance, separators=separators, ensure_ascii=False).encode()
-        matcher = constraint.grammar.matcher.deep_copy()
-        if matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting():
+        progress = AnswerProgress(constraint)
+        if progress.agreeing(list(text)) < len(text):
+            continue
+        for token in text:
+            progress.accept(token)
+        restriction = progress.restriction()
+        if isinstance(restriction, Masked) and restriction.may_end:
             return True
     return False
 

@@ -413,7 +413,9 @@ class Watcher:
     def stop(self, page: Any) -> bool:
         """Stops a request. One that ends before the button is pressed cannot be stopped: then another one."""
         for _ in range(8):
-            page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])')?.click()")
+            page.evaluate(
+                "document.querySelector('#requests tr:not(.ended) .stop button:not([hidden])')?.click()"
+            )
             if not page.is_visible("#confirm-yes"):
                 continue
             page.click("#confirm-yes")
@@ -522,9 +524,9 @@ class Watcher:
         if told != "The prefix is pinned.":
             print("pin:", told, flush=True)
             return False
-        page.wait_for_selector("#pins td button")
-        print("pinned:", page.inner_text("#pins tbody tr"), flush=True)
-        page.click("#pins td button")
+        page.wait_for_selector("#pins li button")
+        print("pinned:", page.inner_text("#pins li"), flush=True)
+        page.click("#pins li button")
         page.click("#confirm-yes")
         page.wait_for_selector("#pins .empty")
         return True

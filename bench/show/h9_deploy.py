@@ -2,8 +2,9 @@
 
 COPY, RUN, ENV and the others are carried out below a temporary directory, which stands for the image's /opt.
 The server starts by ENTRYPOINT and CMD, with the variables of compose.yml and a small model that is made here.
-The command of HEALTHCHECK and the probes are asked, the server answers a chat, and SIGTERM drains it within the
-compose file's stop_grace_period.
+Where root runs the script and the system has mount namespaces, the server sees a read-only file system, as in
+compose.yml, but for the volume and /tmp. The command of HEALTHCHECK and the probes are asked, the server answers a
+chat, and SIGTERM drains it within the compose file's stop_grace_period.
 
 Packages come from the index that pip is set up for. If root runs the script, the server has the user of USER,
 provided that this user can read the Python of --python. Otherwise it has the user of the script.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import httpx
 import yaml
 from common import ROOT, argument_parser, at_most, conclude, could_not, exactly
 
-from deploy.dockerfiles import Instruction, stage_of
+from deploy.dockerfiles import Instruction, interpolated, stage_of
 from rootstock.bench.tiny_model import ensure_tiny_model
 from rootstock.config import parse_seconds
 
@@ -39,7 +38,21 @@ INSTALL_LIMIT_S = 1800
 START_LIMIT_S = 300
 STREAM_TOKENS = 2_000
 # Instructions that only tell Docker something, and which tests/deploy holds.
-NOT_RUN = ("VOLUME", "EXPOSE", "STOPSIGNAL")
+NOT_RUN = ("EXPOSE", "STOPSIGNAL")
+# In a mount namespace of its own: each file system becomes read-only but the volume and a new /tmp. Arguments: the
+# volume, the user, the group, the command.
+READ_ONLY = """
+set -e
+volume=$1 user=$2 group=$3; shift 3
+mount --make-rprivate /
+mount -t tmpfs tmpfs /tmp
+mount --bind "$volume" "$volume"
+awk '{print $2}' /proc/self/mounts | while read -r at; do
+  case $at in "$volume"|/tmp) ;; *) mount -o remount,bind,ro "$at" 2>/dev/null || true;; esac
+done
+if touch "$volume/../written" 2>/dev/null; then echo 'the file system can be written' >&2; exit 1; fi
+exec setpriv --reuid "$user" --regid "$group" --clear-groups "$@"
+"""
 
 
 class Image:
@@ -60,6 +73,7 @@ class Image:
         self.command: list[str] = []
         self.health: list[str] = []
         self.user: dict[str, Any] = {}  # of processes, in subprocess' words; empty: that of this script
+        self.volume = root
 
     def at(self, text: str) -> str:
         """Returns a text with the image's paths below the root."""
@@ -88,6 +102,8 @@ class Image:
             case "ENV":
                 name, value = rest.split("=", 1)
                 self.environment[name] = self.at(value)
+            case "VOLUME":
+                self.volume = Path(self.at(rest))
             case "HEALTHCHECK":
                 self.health = [self.at(word) for word in json.loads(rest.split(" CMD ", 1)[1])]
             case "ENTRYPOINT" | "CMD":
@@ -109,7 +125,17 @@ class Image:
             print(f"  USER {user}:{group}: it cannot run {python.resolve()}", flush=True)
             return
         self.user = asked
-        self.environment["HOME"] = "/"  # as Docker sets it for a user without an entry in /etc/passwd
+        # As Docker sets it for a user without an entry in /etc/passwd. The image's ENV has another one.
+        self.environment["HOME"] = "/"
+
+    def start(self) -> tuple[subprocess.Popen[bytes], bool]:
+        """Starts the image's command. Returns whether it sees a read-only file system, too."""
+        namespaces = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
+        if not self.user or namespaces.returncode != 0:
+            return subprocess.Popen(self.command, cwd=self.folder, env=self.environment, **self.user), False
+        owner = (str(self.user["user"]), str(self.user["group"]))
+        command = ["unshare", "-m", "/bin/sh", "-c", READ_ONLY, "sh", str(self.volume), *owner, *self.command]
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment), True
 
     def run(self, command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -135,27 +161,15 @@ def copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def interpolated(text: str, given: Mapping[str, str]) -> str:
-    """Returns a value of the compose file: ${NAME:-DEFAULT} and ${NAME:?ERROR} by the variables that are given."""
-
-    def found(match: re.Match[str]) -> str:
-        name, kind, rest = match.groups()
-        if value := given.get(name):
-            return value
-        if kind == ":-":
-            return rest
-        raise ValueError(f"compose.yml asks for {name}: {rest}")
-
-    return re.sub(r"\$\{(\w+)(:[-?])([^}]*)\}", found, text)
-
-
 def main() -> None:
     arguments = argument_parser(__doc__)
     arguments.add_argument("--port", type=int, default=18_764)
     own = os.path.realpath(sys.executable)
     arguments.add_argument("--python", default=own, help="stands for the Python of the base image")
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as programs:
+    # Not below /tmp, where the server has another one.
+    place = "/var/tmp" if os.geteuid() == 0 else None
+    with tempfile.TemporaryDirectory(dir=place) as folder, tempfile.TemporaryDirectory(dir=place) as programs:
         Path(folder).chmod(0o755)  # another user runs the server
         # A script and no link: a virtual environment finds its library beside its interpreter.
         python = Path(programs) / "python"
@@ -202,7 +216,8 @@ def main() -> None:
             "exit_status": exactly(0),
             "stop_s": at_most(parse_seconds(service["stop_grace_period"], "stop_grace_period")),
             "disk_tier_written": exactly(True),
-        },
+        }
+        | ({"file_system": exactly("read-only")} if image.user else {}),
     )
 
 
@@ -210,7 +225,8 @@ def served(image: Image, url: str) -> dict[str, Any]:
     """Starts the image's command, asks the server, and drains it."""
     figures: dict[str, Any] = {"package": package_of(image), "healthy_before": image.is_healthy()}
     print(f"$ {' '.join(image.command)}", flush=True)
-    process = subprocess.Popen(image.command, cwd=image.folder, env=image.environment, **image.user)
+    process, is_read_only = image.start()
+    figures["file_system"] = "read-only" if is_read_only else "that of this machine"
     try:
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
             began = time.monotonic()

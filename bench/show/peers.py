@@ -81,6 +81,14 @@ class PeerProcess:
     ) -> None:
         self._end()
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Returns the exit status, or None for a process that still runs after this time."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def last_lines(self) -> str:
         if self._output is None:
             return ""

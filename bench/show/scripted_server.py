@@ -9,6 +9,9 @@ calls one of the tools, or closes the JSON that it is in. Calls are text of the 
 
     python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
 
+With `--any-tool` it calls every tool, with arguments that follow the tool's own schema: the first one of a request,
+where the last turn is the user's. Its other answers repeat what it was told.
+
 `--usage-file FILE` adds a line of JSON to a file for each request that ends: its prompt tokens, and the cached ones.
 """
 
@@ -36,6 +39,9 @@ TEMPLATE = Path(__file__).with_name("clients") / "hermes.jinja"
 SPEC = TinyModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
 )
+NAMED = re.compile(r'"name": "(\w+)"')
+MOST_REPEATED = 300  # characters
+DEEPEST = 8  # objects within each other in the arguments of a call
 RAISED = 1e5  # far above the model's own logits
 # Where the script is left, the first of these that a mask allows. The quote comes first: within a string, brackets
 # would be text, without an end.
@@ -58,25 +64,81 @@ CALLS: dict[str, dict[str, Any]] = {
 OBJECT_TOOLS = ("StructuredOutput", "structured_output")
 
 
+ANY_TOOL = False  # whether tools are called that CALLS does not have; set by --any-tool
+
+
 def scripts_for(prompt: str) -> list[str]:
     """Returns the answer to a rendered prompt, and the calls of its tools, for a request that forces one."""
     turns = re.split(r"<\|(system|user|assistant|tool)\|>\n", prompt)
     spoken = [(role, text.removesuffix("\n")) for role, text in zip(turns[1::2], turns[2::2], strict=True)]
     asked = [(role, text) for role, text in spoken if role in ("user", "tool")]
     role, text = asked[-1] if asked else ("user", "")
-    tools = re.findall(r'"name": "(\w+)"', prompt.partition("</tools>")[0])
-    calls = [call_of(name, CALLS.get(name, OBJECT)) for name in tools]
+    if ANY_TOOL:
+        tools = tools_of(prompt)
+    else:
+        named = NAMED.findall(prompt.partition("</tools>")[0])
+        tools = {name: CALLS.get(name, OBJECT) for name in named}
+    calls = [call_of(name, arguments) for name, arguments in tools.items()]
     called = next((name for name in CALLS if name in tools), None)
     reporter = next((name for name in OBJECT_TOOLS if name in tools), None)
     if role == "tool":
         answer = f"The tool says: {' '.join(text.replace(TURN_END, '').split())[:200]}"
+    elif ANY_TOOL and tools:
+        answer = calls[0]
     elif "use the tool" in text.lower() and called is not None:
         answer = call_of(called, CALLS[called])
     elif "reply in json" in text.lower():
         answer = json.dumps(OBJECT) if reporter is None else call_of(reporter, OBJECT)
+    elif ANY_TOOL:
+        told = " / ".join(text.replace(TURN_END, "") for _, text in spoken)
+        answer = f"I was told: {told[:MOST_REPEATED]}"
     else:
         answer = ANSWER
     return [answer, *calls]
+
+
+def tools_of(prompt: str) -> dict[str, Any]:
+    """Returns arguments that fit the schema of each tool of a rendered prompt, by name."""
+    _, _, listed = prompt.partition("<tools>\n")
+    tools: dict[str, Any] = {}
+    for line in listed.partition("\n</tools>")[0].splitlines():
+        function = json.loads(line)["function"]
+        schema = function.get("parameters") or {}
+        found = fitting(schema, schema, DEEPEST)
+        tools[function["name"]] = found if isinstance(found, dict) else {}
+    return tools
+
+
+def fitting(schema: Any, root: Any, depth: int) -> Any:
+    """Returns a value that fits the usual keywords of a JSON schema."""
+    if not isinstance(schema, dict) or depth == 0:
+        return "x"
+    if "$ref" in schema:
+        found = root
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            found = found.get(part, {})
+        return fitting(found, root, depth - 1)
+    for name in ("const", "default"):
+        if name in schema:
+            return schema[name]
+    for name in ("enum", "examples"):
+        if schema.get(name):
+            return schema[name][0]
+    for name in ("anyOf", "oneOf", "allOf"):
+        if schema.get(name):
+            return fitting(schema[name][0], root, depth - 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if isinstance(kind, list):
+        kind = kind[0]
+    if kind == "object":
+        required = schema.get("required", schema.get("properties", {}))
+        properties = schema.get("properties", {})
+        return {name: fitting(properties.get(name), root, depth - 1) for name in required}
+    if kind == "array":
+        return [fitting(schema.get("items"), root, depth - 1)] * max(1, schema.get("minItems", 1))
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    return {"boolean": True, "null": None}.get(kind, "Paris")
 
 
 def call_of(name: str, arguments: dict[str, Any]) -> str:
@@ -135,7 +197,10 @@ def main() -> None:
 
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--usage-file", type=Path)
+    parser.add_argument("--any-tool", action="store_true")
     own, others = parser.parse_known_args()
+    global ANY_TOOL
+    ANY_TOOL = own.any_tool
     if own.usage_file is not None:
         record_usage(own.usage_file)
     with tempfile.TemporaryDirectory() as folder:

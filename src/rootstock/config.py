@@ -30,6 +30,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
 LOG_FORMATS = ("text", "json")
+MEDIA = ("mention", "refuse")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LEAST_KEEP_ALIVE_S = 0.1
 LOADS = ("start", "demand")
@@ -271,6 +272,7 @@ class ServedModelConfig:
     chat_template: str | None = None  # its text; None: the model's own
     context_limit: int | None = None
     tool_parser: str = "auto"
+    media: str | None = None  # None: as the server's
     kv_budget_bytes: int | None = None  # of its own; None: a part of the budget that all models share
     kv_share: float = 1.0  # weight of its part where a device takes memory at once
     load: str = "start"  # "start": with the server; "demand": by its first request
@@ -281,6 +283,8 @@ class ServedModelConfig:
     def __post_init__(self) -> None:
         _refuse_unless_a_name("name", self.name)
         _refuse_unless_in(LOADS, "load", self.load)
+        if self.media is not None:
+            _refuse_unless_in(MEDIA, "media", self.media)
         for alias in self.aliases:
             _refuse_unless_a_name("alias", alias)
         if self.idle_unload_s is not None and self.idle_unload_s < LEAST_IDLE_UNLOAD_S:
@@ -310,6 +314,7 @@ class ServerConfig:
     parse_special_tokens: bool = False
     tool_parser: str = "auto"  # format of the answers' tool calls; "auto": as the chat template writes them
     drop_volatile: bool = True  # drop lines of known clients that change the head of every prompt
+    media: str = "mention"  # "mention": the prompt has a line of text for an image; "refuse": status 400
     max_body_bytes: int = 16 * MIB  # of one request
     # Key that signs exported bundles of prefixes, and whose signature imported ones need. None: none is signed.
     bundle_key: bytes | None = field(default=None, repr=False)
@@ -321,8 +326,8 @@ class ServerConfig:
     responses_budget_bytes: int = 128 * MIB  # of stored responses; the oldest are removed first
     # Origins whose web pages may use the server; "*": all. The server's own origin is always allowed.
     allowed_origins: tuple[str, ...] = ()
-    # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
-    # other server accepts all names.
+    # Allowed Host headers, "*" for any. Empty: a server that is bound to a loopback address, or that needs no key,
+    # accepts its local names only; any other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
     # Directories from which operators may load LoRA adapters while the server runs. Empty: none may be loaded.
@@ -348,6 +353,7 @@ class ServerConfig:
         if self.api_key in self.tenant_keys:
             raise InvalidOption("--api-key", "(not shown)", "another key than those of clients")
         _refuse_unless_in(EXPLANATIONS, "--explain", self.explain)
+        _refuse_unless_in(MEDIA, "--media", self.media)
         _refuse_unless_in(LOG_FORMATS, "--log-format", self.log_format)
         _refuse_unless_in(LOG_LEVELS, "--log-level", self.log_level)
         if not (0 <= self.port <= 65535):

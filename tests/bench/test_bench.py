@@ -27,7 +27,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import unused_port
 
@@ -45,7 +45,7 @@ SETTING = Setting(
 
 
 def engine_of(runtime: FakeRuntime | None = None, *, enabled: bool = True) -> Assembly:
-    runtime = runtime or FakeRuntime(ByteTokenizer.vocab_size, 8192)
+    runtime = runtime or FakeRuntime(PADDED_LOGITS, 8192)
     return assemble(
         runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20, enabled=enabled), EngineConfig()
     )
@@ -120,7 +120,7 @@ def test_a_request_that_fails_ends_its_conversation_and_is_counted() -> None:
             raise error
 
     workload = make_workload("agents", 0, SIZES_OF_A_TEST)
-    played = played_on(engine_of(FakeRuntime(ByteTokenizer.vocab_size, 8192, fault=fault)))
+    played = played_on(engine_of(FakeRuntime(PADDED_LOGITS, 8192, fault=fault)))
     row = make_row(SETTING, workload, "cold", played, exact=True)
     assert row.failed >= 1
     assert any("RuntimeError" in (sample.error or "") for sample in played.flat)

@@ -18,7 +18,7 @@ from rootstock.engine.build import assemble
 from rootstock.errors import StartupError
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, unused_port
 
@@ -64,7 +64,7 @@ def test_the_table_can_be_drawn_before_during_and_after() -> None:
 
 
 def test_agents_keep_their_own_histories_and_share_the_system_prompt() -> None:
-    runtime = FakeRuntime(ByteTokenizer.vocab_size, 1 << 16)
+    runtime = FakeRuntime(PADDED_LOGITS, 1 << 16)
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=4 << 20), EngineConfig())
     told: list[Progress] = []
     app = create_app(made)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.helpers import NAMESPACE, admit, ints, make_cache, nodes, run
+from cache.helpers import NAMESPACE, admit, checkpoints, ints, make_cache, make_hybrid, nodes, run
 from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.families import RecurrentState
 from rootstock.cache.lease import ReleaseReason
 
 
@@ -137,3 +138,50 @@ def test_a_tenant_without_cached_prefixes_leaves_no_root() -> None:
         lease, _ = admit(cache, ints(range(10)), Namespace("w", "f", salt=str(tenant)))
         cache.discard(lease)
     assert cache.stats().namespaces == 0
+
+
+# -- checkpoints
+
+HYBRID = (FullAttention(1, 1), RecurrentState(1, 8))
+
+
+@pytest.mark.behaviour(30)
+def test_an_evicted_checkpoint_is_told_apart_from_one_that_was_never_left() -> None:
+    cache = make_hybrid(*HYBRID)
+    run(cache, ints(range(40)), ints(range(100, 110)), boundaries={10: "tool", 30: "tool"})
+    while set(checkpoints(cache)) & {30, 39}:
+        cache.tree._evict_first(
+            by_leaf=cache.tree.checkpoints.peek() is None, missing_blocks=0, missing_bytes=0
+        )
+    told = cache.explain(ints(range(36), 99), NAMESPACE)
+    assert (told.cap, told.evicted_checkpoint) == ("no_checkpoint", 30)
+    assert told.message.endswith("because the checkpoint at 30 has been evicted since.")
+    assert cache.explain(ints(range(40)), NAMESPACE).evicted_checkpoint == 39
+    assert cache.explain(ints(range(25), 99), NAMESPACE).evicted_checkpoint in (None, 10)
+    own = told.of_the_prompt()
+    assert own.evicted_checkpoint is None
+    assert "evicted" not in own.message, "evictions tell about other requests"
+    run(cache, ints(range(36), 99))  # leaves one at 36
+    assert cache.explain(ints(range(36), 98), NAMESPACE).evicted_checkpoint is None
+
+
+@pytest.mark.behaviour(30)
+def test_a_checkpoint_that_was_evicted_with_its_tokens_is_told() -> None:
+    cache = make_hybrid(*HYBRID)
+    run(cache, ints(range(40)), ints(range(100, 110)), boundaries={10: "user", 30: "user"})
+    (leaf,) = nodes(cache)
+    cache.tree.queue.drop(leaf)
+    cache.tree._trim(leaf, 3)  # the tail, with the answer's checkpoint
+    cache.check()
+    cache.tree.drop(checkpoints(cache)[39])  # the K/V behind the checkpoint at 30 stay
+    told = cache.explain(ints(range(40), range(100, 110), 9), NAMESPACE)
+    assert (told.cap, told.matched_tokens, told.evicted_checkpoint) == ("no_checkpoint", 30, 50)
+
+
+def test_a_checkpoint_behind_the_last_position_is_told() -> None:
+    cache = make_hybrid(*HYBRID)
+    run(cache, ints(range(40)), ints(range(100, 110)))
+    cache.tree.drop(checkpoints(cache)[39])
+    told = cache.explain(ints(range(40), range(100, 110)), NAMESPACE)  # resumes at 49 at most
+    assert told.matched_tokens == 0
+    assert told.message.endswith("is at 50, behind the last position at which the prompt can resume.")

@@ -15,6 +15,8 @@ from rootstock.cache.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, Retenti
 from rootstock.cache.lease import ReleaseReason
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
+OTHER = Namespace("weights", "float32", salt="other")
+
 
 @dataclass
 class Clock:
@@ -464,3 +466,26 @@ def test_the_heaps_of_the_ledger_drop_stale_entries() -> None:
         run(cache, prompt(1), hints=kept(300.0))
     assert len(cache.tree.ledger._expiry) < 200
     assert all(len(account.heap) < 200 for account in cache.tree.ledger._accounts.values())
+
+
+@pytest.mark.behaviour(27)
+@pytest.mark.parametrize("rivals", [1, 4])
+@pytest.mark.parametrize("priority", [0, 100, 2**31 - 1])
+@pytest.mark.parametrize("ttl_s", [None, 3600.0, MAX_TTL_S, math.inf])
+def test_tenants_whose_every_request_has_hints_do_not_starve_one_without(
+    ttl_s: float | None, priority: int, rivals: int
+) -> None:
+    """The prefix of a tenant that asks for nothing is found, however much the others want to keep."""
+    clock = Clock()
+    cache = make(clock, 60, retained_share=0.8)
+    run(cache, prompt(1), namespace=OTHER)
+    for number in range(200):
+        clock.now += 1
+        tenant = f"tenant {number % rivals}"
+        namespace = Namespace("weights", "float32", salt=tenant)
+        hints = CacheHints(tenant, retentions=(Retention("field", None, ttl_s, priority),))
+        run(cache, prompt(10 + number), hints=hints, namespace=namespace)
+        if number % 2 == 1:
+            run(cache, prompt(1), namespace=OTHER)
+            assert hit(cache, prompt(1), namespace=OTHER) == 15, number
+    cache.check()

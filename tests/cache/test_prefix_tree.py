@@ -25,6 +25,7 @@ from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
 from rootstock.cache.plan import BlockCopy
 from rootstock.cache.radix_node import Node, block_table
+from rootstock.errors import CacheMisuse
 
 
 def path_tokens(node: Node) -> list[int]:
@@ -155,11 +156,31 @@ def test_a_block_in_use_is_not_freed_when_the_tree_releases_it() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_hits_inside_blocks_are_counted(size: int) -> None:
+    """Against whole blocks of the same size: the positions behind the last whole block of each hit."""
+    cache = make_cache(block_size=size)
+    expected = 0
+    for prompt, found in (
+        (range(11), 0),
+        (range(11), 10),
+        ([*range(7), 50, 51], 7),
+        ([*range(9), 60], 9),
+        ([*range(7), 50, 51, 52], 9),
+        ([77], 0),
+    ):
+        assert run(cache, ints(*prompt)).hit_tokens == found
+        expected += found % size
+        stats = cache.stats()
+        assert stats.inside_block_tokens == cache.usage().inside_block_tokens == expected
+        assert stats.hit_tokens == cache.usage().hit_tokens
+
+
 @pytest.mark.behaviour(6)
-def test_ending_a_lease_twice_is_an_assertion() -> None:
+def test_ending_a_lease_twice_is_an_error() -> None:
     cache = make_cache()
     lease = run(cache, ints(1, 2, 3))
-    with pytest.raises(AssertionError, match="ended twice"):
+    with pytest.raises(CacheMisuse, match="a lease is ended once"):
         cache.release(lease, ReleaseReason.FINISHED)
 
 

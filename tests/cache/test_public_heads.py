@@ -79,8 +79,7 @@ def test_tenants_share_a_head_once_and_no_tail(families: tuple[FullAttention, ..
     assert first.hit_tokens == 0
     blocks = cache.pool.cached_blocks
     assert length(cache, prompt, B) == len(HEAD)
-    # A state is kept at the prompt's end, where no shorter prompt can resume.
-    assert length(cache, prompt, A) == (len(prompt) - 1 if cache.resume_anywhere else len(HEAD))
+    assert length(cache, prompt, A) == len(prompt) - 1
     second = answered(cache, prompt, B)
     assert second.hit_tokens == len(HEAD)
     assert cache.pool.cached_blocks == blocks + 3, "two whole blocks of the head are stored once"
@@ -302,7 +301,7 @@ def test_records_of_heads_are_public_and_those_of_tails_are_not(families: tuple[
     for tokens, namespace, head, position in (
         (prompt, B, len(HEAD), len(HEAD)),
         (ints(HEAD.tolist(), OTHER), B, len(HEAD), len(HEAD)),
-        (ints(prompt.tolist(), 1), A, len(HEAD), len(prompt)),
+        (ints(prompt.tolist(), 1), A, len(HEAD), len(prompt) - (not cache.resume_anywhere)),
         (prompt, B, 0, 0),
     ):
         hit = index.tier_hit(tokens, Scope(namespace, head), 0, 0, len(tokens) - 1)

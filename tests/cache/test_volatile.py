@@ -57,6 +57,48 @@ def test_realignments_equal_those_of_the_definition(data: Any) -> None:
     assert realigned(one, other) == slowly_realigned(one, other)
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_prompt_and_its_sibling_agree_again_where_the_definition_says(data: Any) -> None:
+    tokens = st.integers(0, data.draw(st.sampled_from([9, 40, 2**31 - 2])))
+    common = data.draw(st.lists(tokens, min_size=MIN_AGREED - 2, max_size=MIN_AGREED + 20))
+    asked = [1, *data.draw(st.lists(tokens, max_size=MAX_SPAN + 2)), *common]
+    cached = [2, *data.draw(st.lists(tokens, max_size=MAX_SPAN + 2)), *common]
+    cache = make_cache(400)
+    run(cache, prompt(ints(cached), body=ints()))
+    place = cache.explain(prompt(ints(asked), body=ints()), NAMESPACE).volatile
+    expected = slowly_realigned(ints(asked), ints(cached))
+    assert (place and (len(place.asked), len(place.cached))) == expected
+
+
+def test_an_admission_leaves_the_comparison_to_the_time_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(asked: Tokens, cached: Tokens) -> tuple[int, int] | None:
+        nonlocal compared
+        compared += 1
+        return realigned(asked, cached)
+
+    monkeypatch.setattr("rootstock.cache.volatile.realigned", counted)
+    cache = make_cache(400)
+    for value in (50, 60, 70):
+        run(cache, prompt(ints(value)))
+    assert compared == 0
+    cache.compare_diverged()
+    assert compared > 0
+    [span] = cache.volatile.of(NAMESPACE)
+    assert span.count == 2
+
+
+def test_prompts_that_nobody_compares_are_bounded() -> None:
+    cache = make_cache(4000)
+    for value in range(100):
+        run(cache, prompt(ints(1000 + value)))
+        assert len(cache._diverged) <= 17
+    [span] = cache.volatile.of(NAMESPACE)
+    assert span.count == 99
+
+
 @pytest.mark.parametrize("hybrid", [False, True], ids=["full", "state"])
 def test_prompts_that_differ_in_a_few_tokens_name_the_span(hybrid: bool) -> None:
     cache = make_hybrid(FullAttention(1, 1), RecurrentState(1, 8), blocks=400) if hybrid else make_cache(400)
@@ -187,6 +229,7 @@ def test_the_work_of_an_admission_does_not_grow_with_the_siblings(monkeypatch: p
         body = ints([rng.randrange(10**6) for _ in range(100)])
         compared = 0
         run(cache, prompt(ints(10**6 + number), body=body))
+        cache.compare_diverged()
         assert compared <= 4
 
 

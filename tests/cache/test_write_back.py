@@ -109,8 +109,8 @@ def test_a_checkpoint_is_stored_with_its_window_blocks_and_its_state() -> None:
     stores = cache.take_all_stores()
     assert all(is_of(store, PROMPT) for store in stores)
     states = [store.identity for store in stores if store.identity.kind is Kind.STATE]
-    assert sorted((state.start, state.end) for state in states) == [(12, 13), (20, 22)]
-    assert {(8, 12), (12, 13), (16, 20), (20, 22)} == set(named(stores, WINDOW))
+    assert sorted((state.start, state.end) for state in states) == [(12, 13), (20, 21)]
+    assert {(8, 12), (12, 13), (16, 20), (20, 21)} == set(named(stores, WINDOW))
 
 
 def test_equal_prompts_of_two_tenants_have_different_keys() -> None:
@@ -260,8 +260,8 @@ def test_write_through_stores_full_blocks_at_once_and_the_last_block_at_the_end(
 def test_write_through_stores_a_checkpoint_when_it_is_left() -> None:
     plans = commits(over_a_tier(FULL, WINDOW, STATE, through=True), PROMPT, {13: "user"})
     stores = [store for plan in plans for store in plan.stores]
-    assert sorted(named(stores, STATE)) == [(12, 13), (20, 22)]
-    assert {(8, 12), (12, 13), (16, 20), (20, 22)} <= set(named(stores, WINDOW))
+    assert sorted(named(stores, STATE)) == [(12, 13), (20, 21)]
+    assert {(8, 12), (12, 13), (16, 20), (20, 21)} <= set(named(stores, WINDOW))
     assert len(stores) == len({store.identity.key for store in stores})
     assert all(is_of(store, PROMPT) for store in stores)
 
@@ -282,7 +282,7 @@ def test_write_through_counts_stored_records_as_used() -> None:
 @pytest.mark.parametrize("through", [False, True])
 def test_records_and_stores_of_a_discarded_request_are_removed(through: bool) -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=through)
-    run(cache, PROMPT[:10])
+    run(cache, PROMPT[:6], PROMPT[6:10])
     keep(cache, cache.take_all_stores())
     before = set(index_of(cache).some(99))
     lease, _ = admit(cache, PROMPT)

@@ -134,6 +134,7 @@ def test_codex_gets_a_provider_of_its_own(rootstock: Run, started: list[Started]
     assert tomllib.loads("\n".join(settings[1::2])) == {
         "model": "a/model",
         "model_context_window": 65_536,
+        "features": {"view_image": False},
         "model_provider": "rootstock",
         "model_providers": {
             "rootstock": {

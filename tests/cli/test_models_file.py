@@ -46,6 +46,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
           chat-template: {tmp_path / "template"}
           context-limit: 4096
           tool-parser: hermes
+          media: refuse
           kv-share: 2
           load: demand
           idle-unload: 10m
@@ -62,6 +63,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
     assert (large.model.model, large.model.dtype, large.model.quantize) == ("org/large", "float32", "int8")
     assert (large.model.kv_dtype, large.model.memory_check, large.model.device) == ("int8", False, "cpu")
     assert (large.chat_template, large.context_limit, large.tool_parser) == ("{{ messages }}", 4096, "hermes")
+    assert (large.media, found["small"].media) == ("refuse", None)
     assert (large.kv_share, large.load, large.idle_unload_s, large.pin) == (2.0, "demand", 600.0, True)
     assert large.aliases == ("gpt-4o", "claude")
     assert large.model.adapters == (AdapterConfig("law", Path("/adapters/law")),)
@@ -83,6 +85,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
         ("a:\n  model: x\n  idle-unload: 10", 3, "a time with its unit"),
         ("a:\n  model: x\n  idle-unload: 1ms", 3, "at least 1s"),
         ("a:\n  model: x\n  pin: maybe", 3, "true or false"),
+        ("a:\n  model: x\n  media: see", 3, "mention | refuse"),
         ("a:\n  model: x\n  kv-share: -1", 3, "more than 0"),
         ("a:\n  model: x\n  kv-share: nan", 3, "more than 0"),
         ("a:\n  model: x\n  kv-share: half", 3, "a number"),

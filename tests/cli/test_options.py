@@ -80,6 +80,7 @@ VALUES = {
     "parse-special-tokens": "true",
     "drop-volatile": "off",
     "tool-parser": "hermes",
+    "media": "refuse",
     "answer-memory": "3MiB",
     "responses-file": "{store}",
     "responses-budget": "4MiB",

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,6 +65,21 @@ def test_running_requests_finish_and_new_ones_are_refused(start: Start) -> None:
     assert [event for event in events if event][-1] == "[DONE]"
     finished = [json.loads(event)["choices"][0]["finish_reason"] for event in events if event.startswith("{")]
     assert finished[-1] == "length"
+
+
+def test_stored_responses_are_in_their_file_alone_when_the_server_has_ended(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "responses.sqlite"
+    one = start("--kv-budget", "1MiB", "--responses-file", str(file))
+    body = {"input": "x", "max_output_tokens": 1}
+    ids = [httpx.post(f"{one.url}/v1/responses", json=body, timeout=HANG_S).json()["id"] for _ in range(3)]
+    one.stop_cleanly(signal.SIGTERM)
+    assert [found.name for found in tmp_path.iterdir()] == [file.name]
+    again = start("--kv-budget", "1MiB", "--responses-file", str(file))
+    for id in ids:
+        assert get(f"{again.url}/v1/responses/{id}").status_code == 200
+    again.stop_cleanly(signal.SIGTERM)
 
 
 def test_a_second_signal_ends_the_drain_at_once(start: Start) -> None:

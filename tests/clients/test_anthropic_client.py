@@ -19,7 +19,7 @@ from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
 from rootstock.server.wire import ServedModel
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from server.anthropic.streams import call
 from waiting import HANG_S
@@ -35,7 +35,7 @@ GREEDY = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
+    runtime = FakeRuntime(PADDED_LOGITS, 4096, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
     app = create_app(made, ServerConfig(api_key=KEY, aliases=()))
     with made.engine, running(app, made.engine) as url:
@@ -139,8 +139,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MessagesReques
     def start(*answers: list[Delta]) -> list[MessagesRequest]:
         asked: list[MessagesRequest] = []
 
-        def scripted_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Any:
-            made = messages_call(model, body, tenant)
+        def scripted_call(model: ServedModel, body: MessagesRequest, tenant: str, *more: Any) -> Any:
+            made = messages_call(model, body, tenant, *more)
             asked.append(body)  # one that is not refused: the runner asks for a thread first
             deltas = answers[len(asked) - 1]
             [request] = made.requests

@@ -13,7 +13,7 @@ from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S
 
@@ -23,7 +23,7 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
+    runtime = FakeRuntime(PADDED_LOGITS, 4096, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
     app = create_app(made, ServerConfig(api_key=KEY, aliases=()))
     with made.engine, running(app, made.engine) as url:

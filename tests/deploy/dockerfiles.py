@@ -1,9 +1,10 @@
-"""The instructions of a Dockerfile's stage."""
+"""The instructions of a Dockerfile's stage, and values of a compose file."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,3 +33,17 @@ def stage_of(path: Path, name: str) -> list[Instruction]:
         elif inside:
             found.append(Instruction(instruction, rest))
     return found
+
+
+def interpolated(text: str, given: Mapping[str, str]) -> str:
+    """Returns a value of the compose file: ${NAME:-DEFAULT} and ${NAME:?ERROR} by the variables that are given."""
+
+    def found(match: re.Match[str]) -> str:
+        name, kind, rest = match.groups()
+        if value := given.get(name):
+            return value
+        if kind == ":-":
+            return rest
+        raise ValueError(f"compose.yml asks for {name}: {rest}")
+
+    return re.sub(r"\$\{(\w+)(:[-?])([^}]*)\}", found, text)

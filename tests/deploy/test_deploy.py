@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import typer
 import yaml
 
-from deploy.dockerfiles import stage_of
+from deploy.dockerfiles import interpolated, stage_of
+from rootstock._version import __version__
 from rootstock.cli.main import app
 from rootstock.config import ServerConfig, parse_seconds
 from rootstock.server.access import OPEN_PATHS
@@ -124,7 +126,7 @@ def test_the_compose_file_builds_the_servers_stage_with_options_that_exist(
 
 def test_the_compose_files_paths_exist_and_its_ports_are_of_this_machine(compose: Json) -> None:
     for name, service in compose["services"].items():
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
         for volume in service["volumes"]:
             source = volume.split(":")[0] if not volume.startswith("${") else None
             if source is not None and source.startswith("./"):
@@ -142,14 +144,53 @@ def test_prometheus_and_grafana_reach_each_other_and_the_server(compose: Json) -
         for config in job["static_configs"]
         for target in config["targets"]
     ]
+    server = compose["services"]["rootstock"]
     for target in targets:
         host, _, port = target.partition(":")
         assert f":{port}" in compose["services"][host]["ports"][0]
+        assert interpolated(server["environment"]["ROOTSTOCK_ALLOWED_HOSTS"], {}) == host
     for source in (DEPLOY / "grafana" / "provisioning" / "datasources").glob("*.yml"):
         for one in yaml.safe_load(source.read_text())["datasources"]:
-            assert one["url"].split("//")[1].split(":")[0] in compose["services"]
+            asked = compose["services"][one["url"].split("//")[1].split(":")[0]]
+            assert "ports" not in asked, "it has no login, and accepts any Host header"
     for file in scraped["rule_files"]:
         assert (DEPLOY / "prometheus" / file).exists()
+
+
+def test_the_containers_have_no_rights_that_they_do_not_need(compose: Json, stateful: Json) -> None:
+    for name, service in compose["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["tmpfs"] == ["/tmp"], name
+        assert not {"privileged", "cap_add", "network_mode", "pid"} & set(service), name
+    pod = stateful["template"]["spec"]
+    [server] = pod["containers"]
+    assert server["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+
+
+def test_images_are_named_by_a_whole_version(compose: Json, stateful: Json) -> None:
+    [server] = stateful["template"]["spec"]["containers"]
+    base = re.findall(r"^FROM (\S+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    others = [service["image"] for service in compose["services"].values() if "image" in service]
+    assert server["image"] == f"rootstock:{__version__}"
+    for image_name in (*base, *others):
+        assert re.search(r":v?\d+\.\d+\.\d+(-|$)", image_name), image_name
+
+
+def test_the_compose_file_asks_for_a_password_of_grafana(compose: Json) -> None:
+    value = compose["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    with pytest.raises(ValueError, match="GRAFANA_PASSWORD"):
+        interpolated(value, {})
+    with pytest.raises(ValueError, match="GRAFANA_PASSWORD"):
+        interpolated(value, {"GRAFANA_PASSWORD": ""})
+    assert interpolated(value, {"GRAFANA_PASSWORD": "s3cret"}) == "s3cret"
 
 
 # ---- systemd
@@ -158,7 +199,8 @@ def test_prometheus_and_grafana_reach_each_other_and_the_server(compose: Json) -
 def test_the_unit_starts_a_command_with_options_that_exist(serve: Any) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(DEPLOY / "rootstock.service")
+    text = (DEPLOY / "rootstock.service").read_text()
+    unit.read_string(text)
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
     service = unit["Service"]
     program, command, *arguments = shlex.split(service["ExecStart"])
@@ -168,6 +210,9 @@ def test_the_unit_starts_a_command_with_options_that_exist(serve: Any) -> None:
     assert set(given) <= known
     assert given["--disk-dir"].startswith(f"/var/cache/{service['CacheDirectory']}/")
     assert service["KillSignal"] == "SIGTERM"
+    environment = dict(line.split("=", 1) for line in re.findall(r"^Environment=(.*)$", text, re.MULTILINE))
+    for name in ("HOME", "HF_HOME", "NUMBA_CACHE_DIR"):
+        assert environment[name].startswith(f"/var/cache/{service['CacheDirectory']}/")
     assert float(service["TimeoutStopSec"]) >= seconds(given["--drain-timeout"]) + GRACE_S
 
 
@@ -199,8 +244,10 @@ def test_the_manifest_uses_the_images_command_user_and_volume(
     assert [port["containerPort"] for port in server["ports"]] == [int(image["EXPOSE"][0])]
     security = pod["securityContext"]
     assert image["USER"] == [f"{security['runAsUser']}:{security['runAsGroup']}"]
-    [mount], [claim] = server["volumeMounts"], stateful["volumeClaimTemplates"]
+    [mount, temporary], [claim] = server["volumeMounts"], stateful["volumeClaimTemplates"]
     assert mount["name"] == claim["metadata"]["name"]
+    assert temporary["mountPath"] == "/tmp"
+    assert pod["volumes"] == [{"name": temporary["name"], "emptyDir": {}}]
     assert image["VOLUME"] == [mount["mountPath"]]
 
 

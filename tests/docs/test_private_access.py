@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 # Attributes of other projects without a public way to them.
 FOREIGN = {
     "_attn_implementation": "transformers: a configuration's way of attending",
+    "_can_set_experts_implementation": "transformers: whether a model lets its experts' implementation be set",
     "_can_set_attn_implementation": "transformers: whether a model lets it be set",
     "_parameters": "torch: a module's own parameters, without those of its children",
 }

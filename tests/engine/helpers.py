@@ -175,6 +175,10 @@ class Bench:
         stalled = may_wait and self.engine.steps.is_stalled and self.engine.scheduler.has_work
         return self.engine.step(self.engine.next_command() if stalled else None)
 
+    def end_of(self, prompt: Sequence[int] | range) -> int:
+        """Returns where a request resumes that goes on from the end of an answered prompt, without its answer."""
+        return len(prompt) - (self.cache.pools.states is not None)
+
     def alone(self, tokens: Sequence[int] | Tokens, count: int, adapter: str = "") -> list[int]:
         return alone(self.runtime, tokens, count, adapter)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
+import numpy as np
+
 from engine.helpers import Bench, numbers
 from rootstock.engine import activity as of
 from rootstock.engine.activity import Outcome, Phase
+from rootstock.engine.stats import PromptTokens
 from rootstock.testing.fake_runtime import FULL, STATE
 
 SYSTEM, BODY = numbers(1, 100), numbers(2, 80)
@@ -97,6 +102,26 @@ def test_salts_of_one_span_are_bounded_and_the_total_is_not() -> None:
     assert activity.hits(900).requests == of.MAX_SALTS + 5
     assert activity.hits(900, [str(of.MAX_SALTS + 4)]).requests == 0
     assert len(activity.latest_ended()) == of.MAX_ENDED
+
+
+def test_the_history_of_rates_is_bounded_in_time_and_in_number() -> None:
+    """Over days, with as many salts as anyone likes to send."""
+    clock = Clock()
+    activity = of.Activity(clock)
+    prompts = PromptTokens(memory=3, computed=5)
+    spans = int(of.HISTORY_S / of.SPAN_S)
+    random = np.random.default_rng(0)
+    for step in range(20 * spans):
+        for number in range(3 if step % 50 else of.MAX_SALTS + 50):
+            sequence = Mock(request=Mock(salt=f"{step}-{number}"))
+            activity.prompt_computed(sequence, prompts)
+        assert len(activity._spans) <= spans
+        assert all(len(span.by_salt) <= of.MAX_SALTS for span in activity._spans)
+        clock.now += random.choice(
+            [0.0, 1.0, of.SPAN_S, 3 * of.SPAN_S, 2 * of.HISTORY_S], p=[0.1, 0.1, 0.6, 0.19, 0.01]
+        )
+    assert len(activity.history()) == spans
+    assert activity.hits(of.HISTORY_S).requests <= spans * (of.MAX_SALTS + 50)
 
 
 def test_large_misses_are_explained_only_where_it_is_asked_for() -> None:

@@ -12,11 +12,13 @@ from engine.helpers import Bench, Client, Families
 from engine.tiered import Tiered, kinds
 from rootstock.cache.keys import Namespace
 from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
-from rootstock.config import EngineConfig
+from rootstock.config import EngineConfig, TierConfig
+from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Finished, ResolvedSampling
 from rootstock.engine.speculation.proposer import SHARED_NAMESPACES, NgramProposer
-from rootstock.errors import ClearUnderWay
+from rootstock.errors import ClearFailed, ClearUnderWay
+from rootstock.units import MIB
 from waiting import HANG_S
 
 PROMPT = list(range(30, 60))
@@ -75,10 +77,10 @@ def test_requests_run_while_the_disk_is_cleared_of_a_tenant(tmp_path: Path) -> N
         begun, go_on = threading.Event(), threading.Event()
         clear = bench.disk.clear
 
-        def held(namespace: bytes | None = None) -> None:
+        def held(namespace: bytes | None = None) -> bool:
             begun.set()
             assert go_on.wait(HANG_S)
-            clear(namespace)
+            return clear(namespace)
 
         bench.disk.clear = held  # type: ignore[method-assign]
         bench.engine.start()
@@ -172,3 +174,51 @@ def test_drawn_seeds_do_not_repeat_after_a_restart() -> None:
         client = bench.answer(PROMPT, 20, sampling=sampling)
         answers.add(tuple(client.tokens))
     assert len(answers) == 4
+
+
+def in_memory_and_on_disk(bench: Tiered, *salts: str) -> None:
+    for salt in salts:
+        bench.answer(PROMPT, salt=salt)
+    bench.forget()
+    for salt in salts:
+        bench.answer([*PROMPT, 70], salt=salt)
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+@pytest.mark.parametrize(("memory", "disk"), [(True, False), (False, True), (True, True), (False, False)])
+def test_memory_and_disk_are_cleared_apart(
+    tmp_path: Path, salt: str | None, memory: bool, disk: bool
+) -> None:
+    with Tiered(tmp_path) as bench:
+        in_memory_and_on_disk(bench, "a", "b")
+        cleared = bench.engine.clear(Clearing(salt, memory=memory, disk=disk))
+        assert bool(cleared.blocks) is memory
+        bench.cache.check()
+        on_disk = {entry.identity.namespace for entry in bench.disk.entries()}
+        for each in ("a", "b"):
+            namespace, is_cleared = bench.engine.namespace(each), salt in (None, each)
+            assert bench.cache.knows(namespace) is not (memory and is_cleared), each
+            assert (namespace.digest() in on_disk) is not (disk and is_cleared), each
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_a_disk_that_fails_is_told_and_memory_is_cleared(tmp_path: Path, salt: str | None) -> None:
+    def failing(_keys: object) -> None:
+        raise OSError("the disk is gone")
+
+    with Tiered(tmp_path) as bench:
+        in_memory_and_on_disk(bench, "a")
+        bench.disk._index.delete = failing  # type: ignore[method-assign]
+        with pytest.raises(ClearFailed, match="Records may remain"):
+            bench.engine.clear_cache(salt)
+        assert not bench.cache.knows(bench.engine.namespace("a"))
+
+
+def test_a_directory_that_could_not_be_opened_is_told(tmp_path: Path) -> None:
+    with Tiered(tmp_path):  # it has the lock
+        tier = TierConfig(tmp_path, 16 * MIB)
+        second = Bench(tier=tier)
+        with pytest.raises(ClearFailed, match="could not be opened"):
+            second.engine.clear_cache()
+        second.engine.clear(Clearing(disk=False))
+        second.engine.stop()

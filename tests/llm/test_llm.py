@@ -174,6 +174,14 @@ def test_max_tokens_beyond_the_context_is_lowered(oracle: Make) -> None:
 # ------------------------------------------------------------------------------------------------- chat
 
 
+def test_a_chat_with_an_image_is_refused(one: Oracle) -> None:
+    """A program reads the error. An agent's session over HTTP goes on with a line of text instead."""
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(Unsupported, match="the model reads only text") as refused:
+        one.llm.chat([{"role": "user", "content": [picture]}], GREEDY)
+    assert refused.value.param == "messages[0].content[0]"
+
+
 def test_chats_are_rendered_with_the_template_and_share_their_beginning(one: Oracle) -> None:
     system = {"role": "system", "content": "Be brief. " * 5}
     conversations = [[system, {"role": "user", "content": text}] for text in ("Yes?", "No?")]

@@ -14,6 +14,7 @@ from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption, InvalidParameter
 from rootstock.llm.options import ALIASES, OF_SERVERS, Options, configuration
+from rootstock.llm.params import DEFAULT_MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_none_is_the_models_own_value_and_zero_is_not() -> None:
     asked = SamplingParams(temperature=0, top_k=-1, stop="END", stop_token_ids=[3])
     assert (asked.sampling(defaults).temperature, asked.sampling(defaults).top_k) == (0.0, 0)
     stop = asked.stopping()
-    assert (stop.stop_strings, stop.stop_tokens, stop.max_tokens) == (("END",), (3,), None)
+    assert (stop.stop_strings, stop.stop_tokens, stop.max_tokens) == (("END",), (3,), DEFAULT_MAX_TOKENS)
 
 
 def test_every_field_of_the_configuration_is_an_option() -> None:

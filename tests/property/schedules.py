@@ -40,6 +40,7 @@ from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.adapters import NamedAdapter
+from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.kv_budget import divided_rows
@@ -412,7 +413,7 @@ def _live(
         elif action < 0.435:
             engine.clear_cache("tenant")
         elif action < 0.44 and provenance is not None:
-            engine.clear_public_heads()
+            engine.clear(Clearing(public=True))
         pinning.act(clients, cache_clock)
         engine.step()
         _warm(idle_rng, engine, [*before, *clients])

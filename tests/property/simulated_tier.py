@@ -119,10 +119,11 @@ class SimulatedTier:
         for key in keys:
             self._records.pop(key, None)
 
-    def clear(self, namespace: bytes | None = None) -> None:
+    def clear(self, namespace: bytes | None = None) -> bool:
         for key, (identity, _) in list(self._records.items()):
             if namespace in (None, identity.namespace):
                 del self._records[key]
+        return True
 
     def entries(self) -> Iterator[Entry]:
         for identity, payload in list(self._records.values()):

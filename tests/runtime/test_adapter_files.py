@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import time
 from pathlib import Path
@@ -125,16 +124,38 @@ def test_fields_that_describe_the_training_are_ignored(tmp_path: Path) -> None:
     assert list(source_of(tmp_path).tensors) == QUERIES
 
 
-def test_a_pickle_is_refused_and_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["adapter_model.bin", "adapter_model.pt", "adapter_model.safetensors"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_pickle_is_refused_and_not_read(tmp_path: Path, file: str, zipped: bool) -> None:
     class Trap:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "sprung",))
 
     made(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
-    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps(Trap()))
-    assert "pickle" in refusal(tmp_path)
+    torch.save(Trap(), tmp_path / file, _use_new_zipfile_serialization=zipped)
+    said = refusal(tmp_path)
+    assert ("header" in said or "damaged" in said) if file.endswith("safetensors") else "pickle" in said
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_pickle_beside_the_weights_is_not_read(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "adapter_model.bin").write_bytes(b"no pickle at all")
+    assert list(source_of(tmp_path).tensors) == QUERIES
+
+
+@pytest.mark.parametrize("rank", [4097, 2**31, 2**63, 10**400, 1e300, -1])
+@pytest.mark.parametrize("field", ["r", "rank_pattern", "mlx-lm"])
+def test_an_absurd_rank_is_refused(tmp_path: Path, rank: float, field: str) -> None:
+    if field == "mlx-lm":
+        made_by_mlx_lm(tmp_path, lora_parameters={"rank": rank, "scale": 1.0})
+    else:
+        made(tmp_path)
+        edit_config(tmp_path, **{field: rank if field == "r" else {"q_proj": rank}})
+    said = refusal(tmp_path)
+    assert "4,096" in said
+    assert len(said) < 400
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])

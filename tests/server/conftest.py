@@ -25,7 +25,7 @@ from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
 from rootstock.server.drain import Drain
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.held import Held
 from waiting import HANG_S, wait_until
@@ -126,7 +126,7 @@ def served_by_oracle(
     context_limit: int = 4096,
     blocks: int = 2000,
     families: Sequence[Family] = (FULL,),
-    vocab_size: int = ByteTokenizer.vocab_size,
+    vocab_size: int = PADDED_LOGITS,
     limits: HttpLimits | None = None,
     reuse: bool = True,
     drain: Drain | None = None,

@@ -73,26 +73,3 @@ def test_a_change_needs_the_right_token() -> None:
     assert session.allows_change({of.CSRF_HEADER: session.csrf.encode()})
     for wrong in ({}, {of.CSRF_HEADER: b""}, {of.CSRF_HEADER: session.token.encode()}):
         assert not session.allows_change(wrong)
-
-
-def test_failed_logins_of_one_address_are_slowed_down() -> None:
-    clock = Clock()
-    sessions = Sessions(clock)
-    for _ in range(of.FREE_FAILURES):
-        assert sessions.must_wait_s("1.2.3.4") == 0
-        sessions.failed("1.2.3.4")
-    assert 0 < sessions.must_wait_s("1.2.3.4") <= of.PAUSE_S
-    assert sessions.must_wait_s("5.6.7.8") == 0
-    clock.now += of.PAUSE_S
-    assert sessions.must_wait_s("1.2.3.4") == 0
-    sessions.failed("1.2.3.4")
-    assert sessions.must_wait_s("1.2.3.4") > 0
-
-
-def test_the_number_of_addresses_is_bounded() -> None:
-    sessions = Sessions()
-    for _ in range(of.FREE_FAILURES):
-        sessions.failed("first")
-    for index in range(of.MAX_ADDRESSES):
-        sessions.failed(str(index))
-    assert sessions.must_wait_s("first") == 0

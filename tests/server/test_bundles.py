@@ -19,7 +19,7 @@ from rootstock.config import CacheConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 from rootstock.tiers.disk.archive import BUNDLE_TYPE, Manifest, read_manifest
 from rootstock.tiers.disk.files import Files
@@ -468,9 +468,7 @@ def test_an_adapters_prefix_is_imported_for_the_same_adapter_alone(serve_as: Ser
 @contextlib.contextmanager
 def served_on_disk(folder: Path, families: Sequence[Family]) -> Iterator[tuple[httpx.Client, Assembly]]:
     tokenizer = ByteTokenizer()
-    runtime = FakeRuntime(
-        tokenizer.vocab_size, 4096, families=families, eos_token_ids=tokenizer.eos_token_ids
-    )
+    runtime = FakeRuntime(PADDED_LOGITS, 4096, families=families, eos_token_ids=tokenizer.eos_token_ids)
     budget = 2000 * sum(row_bytes(family, 8) for family in families)
     made = assemble(runtime, tokenizer, CacheConfig(8, budget), tier=TierConfig(disk_dir=folder))
     app = create_app(made, SIGNED)

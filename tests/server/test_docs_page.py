@@ -32,7 +32,7 @@ def errors_of_requests() -> Iterator[type[RootstockError]]:
 
 
 # Their 503 tells the server's state.
-PROBES = {(path, "503") for path in ("/health", "/livez", "/readyz")}
+PROBES = {(path, "503") for path in ("/health", "/livez", "/ping", "/readyz")}
 
 
 def test_a_route_of_the_model_documents_the_status_of_every_error(document: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def test_every_route_documents_the_errors_of_any_route_with_their_body(document:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             answers = operation["responses"]
-            assert {"400", "401", "403", "408", "413", "414", "431", "500", "503"} <= set(answers), path
+            assert {"400", "401", "403", "408", "413", "414", "426", "431", "500", "503"} <= set(answers)
             assert "422" not in answers, "this server answers 400"
             assert ("415" in answers) == (method == "post")
             for status, answer in answers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -12,8 +13,14 @@ from pydantic import ValidationError
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing
-from rootstock.server.openai.schema import IGNORED, REFUSED, ChatCompletionRequest
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.server.openai.schema import (
+    IGNORED,
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from rootstock.server.openai.structured import _FIELDS as STRUCTURED
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until
@@ -22,7 +29,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 EXPLAIN = "/v1/cache/explain"
-EVERY_TOKEN = [str(token) for token in range(262)]
+OWN_PATHS = {"/tokenize", "/detokenize"}  # that are there without /v1 as well
+EVERY_TOKEN = [str(token) for token in range(PADDED_LOGITS)]
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -58,9 +66,9 @@ BODIES: list[Case] = [
     chat("missing", "messages[0].content", MISSING, messages=[{"role": "user"}]),
     chat("a string or a list of parts", "messages[0].content", messages=[{"role": "user", "content": 5}]),
     chat(
-        "'image_url', but must be a part of type 'text'",
+        "'smell', but must be 'text', 'image_url'",
         "messages[0].content[0].type",
-        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        messages=[{"role": "user", "content": [{"type": "smell", "smell": {"url": "data:,"}}]}],
     ),
     chat(
         "'wizard', but must be one of system,",
@@ -82,13 +90,13 @@ BODIES: list[Case] = [
     chat("boolean", stream="yes"),
     chat("a string or a list", stop=5),
     chat("a string", "stop[1]", stop=["a", 5]),
-    chat("1 to 512 characters", stop=""),
+    chat("1 to 512 characters", stop=[""]),
     chat("at most 16", stop=["x"] * 99),
     chat("token ids", logit_bias={"x": 1}),
-    chat("to 261", logit_bias={"999": 1}),
+    chat(f"to {PADDED_LOGITS - 1}", logit_bias={"999": 1}),
     chat("-100 to", "logit_bias.9", logit_bias={"9": 101}),
     chat("true with", "logprobs", top_logprobs=2),
-    chat("equal to 0", max_tokens=-1),
+    chat("equal to -1", max_tokens=-2),
     chat("4,096", "max_tokens", TOO_LONG, max_tokens=9999, strict_max_tokens=True),
     chat("is 1", max_tokens=1, min_tokens=2),
     chat("5,004 tokens", code=TOO_LONG, messages=[{"role": "user", "content": "x" * 5000}]),
@@ -115,7 +123,7 @@ BODIES: list[Case] = [
     ),
     chat("some token may be chosen", logit_bias=dict.fromkeys(EVERY_TOKEN, -100)),
     text("some token may be chosen", "logit_bias", logit_bias={"257": 100}, min_tokens=1),
-    text("some token may be chosen", stop_token_ids=list(range(262)), min_tokens=1),
+    text("some token may be chosen", stop_token_ids=list(range(PADDED_LOGITS)), min_tokens=1),
     chat("128", "tools[0]", tools=[FUNCTION | {"x": deep(300)}]),
     chat("128 deep", "messages[0]", messages=[{**MESSAGES[0], "x": deep(300)}]),
     # ---- limits
@@ -139,7 +147,7 @@ BODIES: list[Case] = [
     ),
     text("at most 2,048", prompt=["x"] * 2049),
     text("most 1,024", stop_token_ids=[1] * 1025),
-    text("to 261", "stop_token_ids[0]", stop_token_ids=[262]),
+    text(f"to {PADDED_LOGITS - 1}", "stop_token_ids[0]", stop_token_ids=[PADDED_LOGITS]),
     text("an object of at most 16,384", logit_bias={str(i): 1 for i in range(16_385)}),
     *(text("1,024 characters", **{name: "x" * 1025}) for name in ("user", "model", "prompt_cache_key")),
     text("surrogate", stop="\ud800"),
@@ -165,9 +173,6 @@ BODIES: list[Case] = [
         chat(part, code=UNSUPPORTED, **{name: value})
         for name, value, part in (
             ("best_of", 4, "n choices"),
-            ("reasoning_effort", "high", "no efforts"),
-            ("enable_thinking", False, "no switch"),
-            ("thinking", {"type": "disabled"}, "no switch"),
             ("documents", [{"text": "x"}], "Send it in a message"),
             ("chat_template", "{{ x }}", "--chat-template"),
             ("system", "Be brief.", "role 'system'"),
@@ -187,7 +192,7 @@ BODIES: list[Case] = [
     text("a string or a list of token ids", "prompt[1]", prompt=["a", 1]),
     text("-2", prompt=[1, -2]),
     text(str(2**40), prompt=[1, 2**40]),
-    text("262", prompt=[262]),
+    text(str(PADDED_LOGITS), prompt=[PADDED_LOGITS]),
     text("4,096 tokens", code=TOO_LONG, prompt="x" * 4096),
     text("infilling", code=UNSUPPORTED, suffix="y"),
     text("n choices", code=UNSUPPORTED, best_of=4),
@@ -238,7 +243,7 @@ def test_a_body_that_is_not_json_is_one_clear_error(served: Any, content: bytes,
 
 
 def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> None:
-    assert_error(served.client.get("/v1/nothing"), 404, "not_found", "GET /v1/nothing", param=None)
+    assert_error(served.client.get("/v1/nothing"), 404, "not_found", "GET /v1/nothing", "/docs", param=None)
     wrong = served.client.get(CHAT)
     assert_error(wrong, 405, "method_not_allowed", "Allow", param=None)
     assert wrong.headers["allow"] == "POST"
@@ -284,6 +289,44 @@ def test_neutral_values_and_ignored_and_unknown_fields_do_not_change_the_answer(
         answer = served.client.post(route, json=extra | plain)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == expected
+
+
+def test_no_table_names_a_field_that_is_implemented() -> None:
+    """A field of both routes never reaches the tables, and a remedy names what there is."""
+    declared = ChatCompletionRequest.model_fields.keys() & CompletionRequest.model_fields.keys()
+    for name in declared | STRUCTURED.keys():
+        assert name not in REFUSED
+        assert name not in IGNORED
+    assert not REFUSED.keys() & IGNORED
+    known = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    for name, refused in REFUSED.items():
+        assert set(re.findall(r"'([a-z_]+)'", refused.remedy)) <= known | {"system", "reasoning_content"}, (
+            name
+        )
+        assert set(re.findall(r"/v1/[a-z/]+[a-z]", refused.remedy)) <= {TEXT, CHAT, "/v1/responses"}, name
+
+
+def test_a_path_whose_base_is_wrong_is_answered_with_the_right_one(served: Any) -> None:
+    """OpenAI's clients are given a base without /v1, and Anthropic's one with it."""
+    paths = [
+        (method.upper(), path)
+        for path, methods in served.app.openapi()["paths"].items()
+        if path.startswith("/v1/")
+        for method in methods
+    ]
+    assert len(paths) > 40
+    for method, template in paths:
+        path = re.sub(r"{.*?}", "x", template)
+        for wrong in (path.removeprefix("/v1"), f"/v1{path}", f"/api{path}"):
+            if (method, wrong) in {(each, found) for each, found in paths} or wrong in OWN_PATHS:
+                continue
+            answer = served.client.request(method, wrong, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 404, wrong
+            told = answer.json()["error"]["message"]
+            assert f"Use {method} {path}. " in told
+            is_anthropics = path.startswith("/v1/messages")
+            assert ("request_id" in answer.json()) == is_anthropics
+    assert_error(served.client.get("/chat/completions"), 404, "not_found", "/docs")
 
 
 @pytest.mark.parametrize("stream", [False, True])

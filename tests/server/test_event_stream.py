@@ -26,8 +26,9 @@ from rootstock.engine.request import (
 )
 from rootstock.server.event_stream import LONG_ANSWER_CHARS
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.server.hints.sent import NO_HINTS
 from rootstock.server.json_pieces import CHUNK_CHARACTERS
-from rootstock.server.openai.answers import ChoiceFormat, ChunkWriter
+from rootstock.server.openai.answers import ChoiceFormat, ChunkWriter, UsageChunkWriter
 from rootstock.server.openai.chat_answers import ChatFormat
 from rootstock.server.openai.completion_answers import CompletionFormat
 from rootstock.server.wire import ChoiceHistory
@@ -69,6 +70,24 @@ def test_a_chunk_with_text_alone_equals_that_of_its_choice(
         for index in (0, 3):
             expected = [head | {"choices": [choice]} | tail for choice in format.choices(index, event)]
             assert written(writer.events(index, event)) == expected
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=5))
+def test_each_chunk_can_tell_the_usage_up_to_it(make: Callable[[], ChoiceFormat], texts: list[str]) -> None:
+    writer, format = UsageChunkWriter(make(), 7, None, NO_HINTS), make()
+    head = HEAD | {"object": format.chunk_object}
+    tokens: list[TokenEvent | Finished] = [TokenEvent(ID, 1, text) for text in texts]
+    count = 0
+    for event in [*tokens, Finished(ID, "stop", Usage(7, 0, len(texts)), "the rest")]:
+        count += isinstance(event, TokenEvent)
+        assert writer.tokens([(0, event)]) is None, "a chunk's end is not that of the chunk before"
+        expected = []
+        for choice in format.choices(0, event):
+            told = 0 if "role" in choice.get("delta", ()) else count
+            usage = {"prompt_tokens": 7, "completion_tokens": told, "total_tokens": 7 + told}
+            expected.append(head | {"choices": [choice], "usage": usage})
+        assert written(writer.events(0, event)) == expected
 
 
 class _Engine:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,9 +22,12 @@ from cli.running import serve_oracle
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.access import Guard
+from rootstock.server.connection import HttpLimits
+from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from rootstock.server.drain import Drain
 from rootstock.server.errors import ErrorForms, install_error_handlers
 from server.conftest import assert_error
+from server.raw_http import RawClient
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +37,7 @@ STATS = "/v1/cache/stats"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 JSON = {"Content-Type": "application/json"}
 PAGE = "https://chat.example.com"
+LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 
 
 # ---- content types
@@ -125,8 +133,55 @@ def test_requests_of_the_servers_own_page_and_of_a_users_navigation_are_answered
     # Behind a proxy that ends TLS and renames the host, the browser still declares the same origin.
     proxied = {"Origin": PAGE, "Sec-Fetch-Site": "same-origin"}
     assert served.client.post(CLEAR, headers=proxied).status_code == 200
-    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    assert served.client.get("/docs", headers=link).status_code == 200
+    for path in ("/", "/docs", "/v1/models"):
+        for method in ("GET", "HEAD"):
+            assert served.client.request(method, path, headers=LINK).status_code == 200
+
+
+def status_of(served: Any, method: str, path: str, headers: dict[str, str]) -> int:
+    """Returns the status of an answer that may be a stream without an end."""
+    with served.client.stream(method, path, headers=headers) as response:
+        return int(response.status_code)
+
+
+# The ways in which a page makes its visitor's browser send a GET: headers of the browser, which the page cannot set.
+EMBEDDED = [
+    {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    for site in ("cross-site", "same-site")
+    for mode, dest in (
+        ("no-cors", "empty"), ("no-cors", "image"), ("no-cors", "script"), ("no-cors", "style"),
+        ("no-cors", "video"), ("cors", "empty"), ("cors", "script"), ("navigate", "iframe"), ("navigate", "embed"),
+        ("navigate", "object"), ("navigate", "frame"), ("navigate", ""), ("websocket", "websocket"),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", EMBEDDED, ids=lambda headers: "-".join(headers.values()))
+def test_a_page_of_another_site_loads_nothing_but_by_a_link(served: Any, headers: dict[str, str]) -> None:
+    for path in ("/", "/docs", "/v1/models", STATS, "/metrics", "/health", "/dashboard/events"):
+        for method in ("GET", "HEAD", "OPTIONS"):
+            assert status_of(served, method, path, headers) == 403, (method, path)
+    assert_error(served.client.get("/metrics", headers=headers), 403, "origin_not_allowed")
+
+
+def test_a_link_on_another_site_opens_no_data_of_the_dashboard(served: Any) -> None:
+    for path in ("/dashboard/events", "/dashboard/tree", "/dashboard/session", "/dashboard/page/app.js"):
+        assert status_of(served, "GET", path, LINK) == 403
+        own_action = {**LINK, "Sec-Fetch-Site": "none"}
+        assert status_of(served, "GET", path, own_action) in (200, 204)
+
+
+def test_event_streams_of_a_foreign_page_take_no_place_of_a_viewer(serve: Any) -> None:
+    with serve() as served, contextlib.ExitStack() as open_streams:
+        for headers in (*EMBEDDED, {"Origin": PAGE}, {"Origin": "null"}, LINK):
+            for _ in range(MAX_VIEWERS):
+                assert status_of(served, "GET", "/dashboard/events", headers) == 403
+        for _ in range(MAX_VIEWERS_OF_TENANT):  # of the operator, who counts as one
+            own = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"}
+            response = open_streams.enter_context(
+                served.client.stream("GET", "/dashboard/events", headers=own)
+            )
+            assert "error" not in next(response.iter_lines())
 
 
 def test_answers_have_no_cors_headers_without_the_option(served: Any) -> None:
@@ -211,10 +266,108 @@ def test_an_option_allows_further_host_names(serve: Any) -> None:
             assert served.client.get("/health", headers={"Host": host}).status_code == status, host
 
 
-@pytest.mark.parametrize("config", [ServerConfig(host="0.0.0.0"), ServerConfig(allowed_hosts=("*",))])
-def test_a_public_server_accepts_any_host_name_without_the_option(serve: Any, config: ServerConfig) -> None:
+PUBLIC = ServerConfig(host="0.0.0.0")
+OF_THIS_MACHINE = ("localhost", "app.localhost:1", "192.168.0.7:8000", "[::1]", socket.gethostname())
+
+
+@pytest.mark.parametrize(
+    ("config", "any_name"),
+    [
+        (PUBLIC, False),
+        (replace(PUBLIC, host="::"), False),
+        (replace(PUBLIC, admin_key="adm1n"), False),  # clients need none
+        (replace(PUBLIC, api_key="s3cret"), True),
+        (replace(PUBLIC, tenant_keys={"t3nant": "a"}), True),
+        (replace(PUBLIC, allowed_hosts=("*",)), True),
+        (replace(PUBLIC, api_key="s3cret", allowed_hosts=("llm.example.com",)), False),
+        (ServerConfig(api_key="s3cret"), False),  # on a loopback address
+        (ServerConfig(allowed_hosts=("*",)), True),
+    ],
+)
+def test_any_host_name_is_accepted_only_where_a_key_is_needed_beyond_loopback(
+    serve: Any, config: ServerConfig, any_name: bool
+) -> None:
     with serve(server=config) as served:
+        for path in ("/health", "/livez", "/dashboard/session"):
+            response = served.client.get(path, headers={"Host": "any.example"})
+            if any_name:
+                assert response.status_code == 200
+            else:
+                assert_error(response, 403, "host_not_allowed", "--allowed-hosts")
+        for host in OF_THIS_MACHINE if config.host in ("0.0.0.0", "::") else OF_THIS_MACHINE[:-1]:
+            assert served.client.get("/health", headers={"Host": host}).status_code == 200, host
+
+
+def test_a_server_with_a_file_of_keys_accepts_any_host_name(serve: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("t3nant a\n")
+    with serve(server=replace(PUBLIC, api_keys=keys)) as served:
         assert served.client.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
+# ---- headers of all answers
+
+
+def test_every_answer_keeps_browsers_from_guessing_its_type_and_other_origins_from_loading_it(
+    serve: Any,
+) -> None:
+    """Whole answers, streams, refusals of every layer, and those that the connection itself writes."""
+    config = ServerConfig(max_body_bytes=2000, aliases=(), allowed_origins=(PAGE,))
+
+    def assert_safe(headers: Iterable[tuple[str, str]], what: object) -> None:
+        found = [(name.lower(), value) for name, value in headers]
+        for name, value in (
+            ("x-content-type-options", "nosniff"),
+            ("cross-origin-resource-policy", "same-origin"),
+        ):
+            assert [each for each in found if each[0] == name] == [(name, value)], what
+
+    with serve(server=config) as served:
+
+        @served.app.get("/breaks")
+        def breaks() -> None:
+            raise ValueError
+
+        etag = served.client.get("/dashboard/page/app.js").headers["etag"]
+        text = {"content": BODY, "headers": JSON}
+        stream = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
+        preflight = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        statuses = set()
+        for method, path, options in (
+            ("GET", "/", {}), ("GET", "/", {"headers": {"Accept": "text/html"}}), ("HEAD", "/", {}),
+            ("GET", "/docs", {}), ("GET", "/openapi.json", {}), ("GET", "/health", {}), ("GET", "/livez", {}),
+            ("GET", "/metrics", {}), ("GET", "/v1/models", {}), ("HEAD", "/v1/models", {}), ("GET", STATS, {}),
+            ("GET", "/dashboard/session", {}), ("GET", "/dashboard/tree", {}), ("GET", "/dashboard/page/app.js", {}),
+            ("GET", "/dashboard/page/app.js", {"headers": {"If-None-Match": etag}}),
+            ("POST", TEXT, text), ("POST", TEXT, {"content": stream, "headers": JSON}), ("POST", CLEAR, {}),
+            ("POST", TEXT, {"content": b"{", "headers": JSON}), ("POST", TEXT, {"content": BODY}),
+            ("POST", TEXT, {"content": b"x" * 3000, "headers": JSON}), ("GET", "/none", {}), ("GET", TEXT, {}),
+            ("GET", "/v1/models/none", {}), ("GET", "/health", {"headers": {"Host": "evil.example"}}),
+            ("POST", "/v1/messages", {"content": b"{}", "headers": JSON}), ("OPTIONS", CHAT, {}),
+            ("OPTIONS", CHAT, {"headers": preflight}), ("OPTIONS", CHAT, {"headers": {**preflight, "Origin": "x"}}),
+        ):  # fmt: skip
+            answer = served.client.request(method, path, **options)
+            statuses.add(answer.status_code)
+            assert_safe(answer.headers.multi_items(), (method, path, answer.status_code))
+        with served.client.stream("GET", "/dashboard/events") as events:
+            assert_safe(events.headers.multi_items(), "events")
+        assert statuses >= {200, 304, 400, 403, 404, 405, 413, 415}
+        broken = httpx.get(f"{served.url}/breaks")
+        assert broken.status_code == 500
+        assert_safe(broken.headers.multi_items(), "an error of the server's code")
+        for request, status in (
+            (b"nonsense\r\n\r\n", 400), (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n", 414),
+            (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        ):  # fmt: skip
+            with RawClient(served) as client:
+                client.send(request)
+                found, headers, _ = client.answer()
+                assert found == status
+                assert_safe(headers.items(), status)
+    with serve(limits=HttpLimits(connections=1)) as served, RawClient(served), RawClient(served) as second:
+        found, headers, _ = second.answer()
+        assert found == 503
+        assert_safe(headers.items(), "too many connections")
 
 
 # ---- keys, HEAD, the root

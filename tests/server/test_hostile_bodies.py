@@ -64,6 +64,26 @@ def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool
                 patch.setattr(request_bodies, name, figure)
 
 
+@given(
+    before=st.integers(0, 700),
+    digits=st.integers(1, 1_200),
+    form=st.sampled_from(["{}", "-{}", "0.{}", "1e{}", '"{}"', '"\\"{}"', '[1,"x{}"]']),
+    slice_bytes=st.sampled_from([1_024, 4_096]),
+)
+def test_numbers_of_many_digits_are_refused_and_texts_are_not(
+    before: int, digits: int, form: str, slice_bytes: int
+) -> None:
+    value = form.format("7" * digits)
+    body = (" " * before + '{"a":' + value + "}" + " " * 2 * MAX_BODY_DEPTH).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_bodies, "_SLICE_BYTES", slice_bytes)
+        if '"' not in value and digits >= 512 + 2:
+            with pytest.raises(JsonTooComplex, match="a number of more than 256 digits"):
+                check_shape(body)
+        elif '"' in value or digits < 256 - 2:
+            check_shape(body)
+
+
 def test_other_encodings_than_utf_8_are_refused() -> None:
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         with pytest.raises(InvalidJson, match="not in UTF-8"):

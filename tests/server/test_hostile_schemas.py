@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -11,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from hostile_constraints import all_of_patterns, as_response_format, hostile_constraints
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from server.conftest import user
 from waiting import HANG_S
@@ -111,7 +113,7 @@ HOSTILE: dict[str, tuple[Json, str]] = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    runtime = FakeRuntime(ByteTokenizer.vocab_size, 200_000, eos_token_ids=(ByteTokenizer.END,))
+    runtime = FakeRuntime(PADDED_LOGITS, 200_000, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 26), EngineConfig())
     config = ServerConfig(tool_parser="hermes")
     app = create_app(made, config)
@@ -249,3 +251,20 @@ def test_a_hostile_grammar_of_a_custom_tool_is_refused(client: httpx.Client, pat
         response = client.post(path, json=body)
         assert response.status_code == 400
         assert len(response.json()["error"]["message"]) < 600
+
+
+FATAL = dict(itertools.islice(hostile_constraints(0), 6))
+FATAL["patterns that the bounds let pass"] = as_response_format(
+    {"type": "string", "allOf": [all_of_patterns(60), all_of_patterns(60)]}
+)
+FATAL["brackets that the bounds let pass"] = {
+    "guided_grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000
+}
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_what_ended_a_server_once_is_an_error(client: httpx.Client, name: str) -> None:
+    response = client.post(CHAT, json=chat(**FATAL[name]))
+    assert response.status_code == 400, response.text[:500]
+    assert len(response.json()["error"]["message"]) < 600
+    assert client.post(CHAT, json=chat(guided_regex="[ab]{3}")).status_code == 200

@@ -116,12 +116,27 @@ def test_http_1_0_is_answered_and_closed(served: Any) -> None:
 
 
 def test_an_upgrade_is_answered_without_one_and_the_bytes_after_it_are_dropped(served: Any) -> None:
-    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
     with RawClient(served) as client:
         client.send(upgrade + HEALTH)
         status, headers, _ = client.answer()
         assert (status, headers["connection"]) == (200, "close")
         assert client.is_closed()
+
+
+def test_a_websocket_is_refused_so_that_a_client_goes_on_by_http(served: Any) -> None:
+    """Codex opens one for /v1/responses, and takes 426 for the answer of a server that has none."""
+    opening = b"GET /v1/responses HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\n"
+    opening += b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    with RawClient(served) as client:
+        client.send(opening + b"connection: keep-alive, Upgrade\r\n\r\n")
+        status, headers, body = client.answer()
+        assert (status, headers["upgrade"]) == (426, "HTTP/1.1")
+        assert json.loads(body)["error"]["code"] == "websocket_not_supported"
+        assert client.is_closed()
+    with RawClient(served) as client:  # without "connection: upgrade" the header means nothing
+        client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\n\r\n")
+        assert client.answer()[0] == 200
 
 
 # ---- sizes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from checkpoints import save_plain
 from embedding_models import save_embedding_model
 from rootstock.cache.families import ChunkedAttention, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cli import main as command
@@ -65,6 +67,9 @@ def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> Non
     assert in_units(1023) == "1,023 bytes"
 
 
+CHECK = ("models", "check", "--dtype", "float32", "--device", "cpu")
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rootstock", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -74,17 +79,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_models_check_prints_a_table_for_a_model_that_can_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_plain(
-        tmp_path / "tiny", "llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    checked = ["models", "check", str(tmp_path / "tiny"), "--dtype", "float32", "--device", "cpu"]
-    assert run(monkeypatch, *checked) == 0
+    assert run(monkeypatch, *CHECK, str(checkpoint)) == 0
     out = capsys.readouterr().out
     for line in (
-        "model           tiny",
+        f"model           {checkpoint.name}",
         "runtime         torch",
         "runs            packed",
         "layers          full × 2 layers, 512 bytes per token",
@@ -93,6 +93,71 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
         "dtype           float32, cache in float32, on cpu",
     ):
         assert line in out.splitlines()
+    assert re.search(r"^answers +a chat of \d+ tokens with \d+: '", out, re.MULTILINE)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def without_tokenizer(copy: Path) -> list[str]:
+    (copy / "tokenizer.json").unlink()
+    return []
+
+
+def with_template_of_a_wrong_syntax(copy: Path) -> list[str]:
+    (copy / "chat_template.jinja").write_text("{% for")
+    return []
+
+
+def with_template_that_refuses(copy: Path) -> list[str]:
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no chats today') }}")
+    return []
+
+
+def with_option_of_a_template(copy: Path) -> list[str]:
+    (copy / "other.jinja").write_text("{{ raise_exception('no chats today') }}")
+    return ["--chat-template", str(copy / "other.jinja")]
+
+
+# Each way in which a server with the same files and options could not answer, and a part of the line that says so.
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (without_tokenizer, "no usable tokenizer"),
+        (with_template_of_a_wrong_syntax, "The chat template of"),
+        (with_template_that_refuses, "a chat fails: The model's chat template refuses these messages"),
+        (with_option_of_a_template, "no chats today"),
+        (lambda copy: ["--tool-parser", "morse"], "--tool-parser"),
+        (lambda copy: ["--kv-budget", "2KiB"], "--kv-budget is 2.0 KiB, but at least"),
+        (lambda copy: ["--kv-budget", "many"], "--kv-budget"),
+        (lambda copy: ["--context-limit", "1000000"], "--context-limit"),
+        (lambda copy: ["--adapter", f"a={copy}"], "LoRA adapter 'a'"),
+        (lambda copy: ["--block-size", "0"], "--block-size"),
+    ],
+)
+def test_models_check_tries_all_that_a_server_needs(
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], list[str]],
+    said: str,
+) -> None:
+    assert run(monkeypatch, *CHECK, str(copy), *spoil(copy)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_models_check_completes_a_text_where_there_is_no_chat_template(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "chat_template.jinja").unlink()
+    assert run(monkeypatch, *CHECK, str(copy)) == 0
+    assert re.search(r"^answers +a completion of 5 tokens with \d+: '", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_models_check_describes_an_embedding_model(

@@ -17,16 +17,28 @@ import pytest
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.shared_budget import SharedBudget
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServedModelConfig, ServerConfig
+from rootstock.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ServedModelConfig,
+    ServerConfig,
+    TierConfig,
+)
 from rootstock.engine.build import Assembly, assemble
-from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.engine.clearing import Clearing
+from rootstock.engine.stats import Cleared
+from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge, ModelUnavailable
 from rootstock.runtime.base import Batch
 from rootstock.server import model_slots
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.server.model_slots import AwaitedModel
 from rootstock.server.models import ModelRegistry
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
+from rootstock.tiers.disk.tier import DiskTier
+from rootstock.units import MIB
 from server.conftest import GREEDY, assert_error, user
 from server.dashboard.browser import Browser
 from waiting import HANG_S, wait_for, wait_until
@@ -45,6 +57,7 @@ class Loads:
 
     def __init__(self, budget: SharedBudget) -> None:
         self.budget = budget
+        self.disk_dir: Path | None = None
         self.asked: list[str] = []
         self.runtimes: dict[str, FakeRuntime] = {}
         self.before: Callable[[str], None] = lambda name: None
@@ -62,7 +75,13 @@ class Loads:
             fault=lambda batch: self.fault(batch),
         )
         self.runtimes[config.name] = runtime
-        return assemble(runtime, tokenizer, CacheConfig(block_size=8), EngineConfig(), shared=self.budget)
+        tier = TierConfig(self.records_of(config), 16 * MIB, "through")
+        return assemble(
+            runtime, tokenizer, CacheConfig(block_size=8), EngineConfig(), tier, shared=self.budget
+        )
+
+    def records_of(self, config: ServedModelConfig) -> Path | None:
+        return None if self.disk_dir is None else self.disk_dir / config.name
 
 
 class Several:
@@ -105,7 +124,9 @@ def served(
     loads = Loads(budget)
     prepare(loads)
     config = ServerConfig(**{"aliases": (), **server})
-    registry = ModelRegistry.of_several(models, loads, config, EngineConfig(max_queue=4), budget)
+    registry = ModelRegistry.of_several(
+        models, loads, config, EngineConfig(max_queue=4), budget, loads.records_of
+    )
     app = create_app(registry, config)
     registry.start()
     with (
@@ -373,6 +394,163 @@ def test_a_server_stops_an_engine_whose_unload_waits_for_a_load() -> None:
         may_load.set()
 
 
+# ---- clearing
+
+
+CLEAR = "/v1/cache/clear"
+
+
+def on(disk_dir: Path) -> Callable[[Loads], None]:
+    def prepare(loads: Loads) -> None:
+        loads.disk_dir = disk_dir
+
+    return prepare
+
+
+def records(folder: Path) -> int:
+    """Returns the number of records in the directory of a model that is not loaded."""
+    tier = DiskTier.open_as_found(folder)
+    assert isinstance(tier, DiskTier), tier
+    try:
+        return len(list(tier.entries()))
+    finally:
+        tier.close()
+
+
+def stored(several: Several, *salts: str) -> None:
+    """Leaves records of both models on the disk, and model b unloaded."""
+    for salt in salts:
+        for model in ("a", "b"):
+            assert several.chat(model, f"Hello, {salt}. " * 4, cache_salt=salt).status_code == 200
+    assert several.post("unload", "b").status_code == 200
+
+
+@pytest.mark.parametrize("body", [{}, {"model": "b"}, {"tiers": ["disk"]}, {"tiers": ["disk", "memory"]}])
+def test_the_disk_of_an_unloaded_model_is_cleared(tmp_path: Path, body: Json) -> None:
+    with served(config_of("a"), config_of("b", **DEMAND), prepare=on(tmp_path)) as several:
+        stored(several, "x")
+        assert records(tmp_path / "b") > 0
+        told = several.client.post(CLEAR, json=body).json()
+        assert [one["state"] for one in told["models"]] == ["cleared"] * len(told["models"])
+        assert {one["model"] for one in told["models"]} == ({"b"} if "model" in body else {"a", "b"})
+        assert records(tmp_path / "b") == 0
+        assert several.status("b") == "unloaded", "clearing loads no model"
+
+
+def test_memory_alone_is_cleared_and_the_disk_of_all_models_stays(tmp_path: Path) -> None:
+    with served(config_of("a"), config_of("b", **DEMAND), prepare=on(tmp_path)) as several:
+        stored(several, "x")
+        before = records(tmp_path / "b")
+        told = several.client.post(CLEAR, json={"tiers": ["memory"]}).json()
+        assert told["blocks"] > 0
+        assert records(tmp_path / "b") == before > 0
+        stats = several.client.get("/v1/cache/stats?model=a").json()
+        assert stats["cache"]["cached_blocks"] == 0
+        assert stats["tier"]["records"] > 0
+
+
+def test_a_tenant_clears_its_salt_on_the_disk_of_an_unloaded_model(tmp_path: Path) -> None:
+    with served(config_of("a"), config_of("b", **DEMAND), prepare=on(tmp_path)) as several:
+        stored(several, "x", "y")
+        before = records(tmp_path / "b")
+        for salt, left in (("x", before // 2), ("x", before // 2), ("z", before // 2), ("y", 0)):
+            told = several.client.post(CLEAR, json={"cache_salt": salt}).json()
+            assert [one["state"] for one in told["models"]] == ["cleared", "cleared"]
+            assert records(tmp_path / "b") == left
+
+
+def test_a_salt_of_a_model_that_was_not_loaded_yet_is_cleared_when_it_is_loaded(tmp_path: Path) -> None:
+    models = (config_of("a"), config_of("b", **DEMAND))
+    with served(*models, prepare=on(tmp_path)) as several:
+        stored(several, "x", "y")
+        before = records(tmp_path / "b")
+    for salt, left in (("x", before // 2), ("z", before // 2), ("y", 0)):
+        with served(*models, prepare=on(tmp_path)) as several:  # a restart
+            told = several.client.post(CLEAR, json={"cache_salt": salt}).json()
+            assert [one["state"] for one in told["models"]] == ["cleared", "later"]
+            assert told["later"] is True
+            several.post("load", "b"), several.post("unload", "b")
+            assert records(tmp_path / "b") == left
+
+
+def test_a_model_that_is_unloaded_meanwhile_is_cleared_and_so_are_those_after_it(tmp_path: Path) -> None:
+    models = (config_of("a"), config_of("b", **DEMAND), config_of("c"))
+    with served(*models, prepare=on(tmp_path)) as several:
+        several.chat("c", "Hello, c. " * 4)
+        several.chat("b", "Hello, b. " * 4)
+        engine = several.registry.find("b").engine
+        clear = engine.clear
+
+        def unloaded_first(clearing: Clearing) -> Cleared:
+            assert several.post("unload", "b").status_code == 200
+            return clear(clearing)
+
+        engine.clear = unloaded_first  # type: ignore[method-assign]
+        del engine
+        told = several.client.post(CLEAR)
+        assert told.status_code == 200
+        assert [one["state"] for one in told.json()["models"]] == ["cleared"] * 3
+        assert records(tmp_path / "b") == 0
+        assert several.client.get("/v1/cache/stats?model=c").json()["cache"]["cached_blocks"] == 0
+
+
+def test_one_model_that_cannot_be_cleared_is_told_and_the_others_are_cleared(tmp_path: Path) -> None:
+    models = (config_of("a", **DEMAND), config_of("b", **DEMAND), config_of("c"))
+    with served(*models, prepare=on(tmp_path)) as several:
+        several.chat("a"), several.chat("b"), several.chat("c")
+        several.post("unload", "a"), several.post("unload", "b")
+        held = DiskTier.open_as_found(tmp_path / "a")  # by another program
+        assert isinstance(held, DiskTier)
+        refused = several.client.post(CLEAR)
+        held.close()
+        assert_error(refused, 500, "clear_failed", "remain")
+        states = {one["model"]: one["state"] for one in refused.json()["models"]}
+        assert states == {"a": "failed", "b": "cleared", "c": "cleared"}
+        assert records(tmp_path / "b") == 0
+        assert several.client.get("/v1/cache/stats?model=c").json()["cache"]["cached_blocks"] == 0
+
+
+def test_a_tenant_sees_only_the_models_that_it_may_use(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{key: k, tenant: t}]\ntenants: {t: {models: [a]}}\n")
+    with served(config_of("a"), config_of("b"), api_keys=keys) as several:
+        told = several.client.post(CLEAR, headers={"x-api-key": "k"}).json()
+        assert [one["model"] for one in told["models"]] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "question"),
+    [
+        ("GET", "/v1/cache/stats", "stats"),
+        ("GET", "/v1/cache/volatile", "volatile_spans"),
+        ("GET", "/v1/cache/pins", "pins"),
+        ("POST", "/v1/cache/release", "release_pin"),
+    ],
+)
+def test_a_model_that_is_unloaded_meanwhile_has_no_answer_of_its_own(
+    method: str, path: str, question: str
+) -> None:
+    with served(config_of("a", **DEMAND), config_of("b")) as several:
+        for name in (None, "a"):
+            several.chat("a")
+            engine = several.registry.find("a").engine
+            answer = getattr(engine, question)
+
+            def unloaded_first(*values: Any, answer: Any = answer) -> Any:
+                assert several.post("unload", "a").status_code == 200
+                return answer(*values)
+
+            setattr(engine, question, unloaded_first)
+            del engine, answer
+            body = {"json": {"id": "x"}} if method == "POST" else {}
+            if name is None:
+                told = several.client.request(method, path, **body)
+                assert told.status_code == (404 if method == "POST" else 200), told.text
+            elif question in ("stats", "volatile_spans"):
+                asked = several.client.request(method, f"{path}?model={name}")
+                assert_error(asked, 409, "model_not_loaded")
+
+
 # ---- unloads
 
 
@@ -394,14 +572,16 @@ def test_an_operator_loads_and_unloads() -> None:
 def test_the_dashboard_of_an_unloaded_model_has_ordinary_answers() -> None:
     with served(config_of("a"), config_of("b", **DEMAND)) as several:
         browser = Browser(several.url)
-        assert browser.get("/dashboard/session").json()["models"] == ["a"]
+        listed = browser.get("/dashboard/session").json()["server"]["models"]
+        assert {one["name"]: one["status"] for one in listed} == {"a": "loaded", "b": "unloaded"}
         tree = browser.get("/dashboard/tree?model=b")
         assert (tree.status_code, "x-serial" in tree.headers) == (204, False)
         browser.assert_gone("/dashboard/tree/1?model=b")
         for path in ("requests/x/stop", "tree/1/pin"):
             assert browser.post(f"/dashboard/{path}?model=b").json()["gone"] is True
-        with browser.events("/dashboard/events?model=b") as events:
-            assert list(events) == [{"gone": True}]
+        with browser.events("b") as events:
+            (gone,) = events
+        assert gone["gone"] is True
         assert_error(browser.get("/dashboard/tree?model=z"), 404, "model_not_found")
 
 
@@ -506,6 +686,62 @@ def test_the_least_recently_used_idle_model_makes_room(error: Exception) -> None
         several.expect(several.chat("b"), "b")
         assert [several.status(model) for model in "abc"] == ["loaded", "loaded", "unloaded"]
         assert several.post("unload", "a").status_code == 200, "an operator may unload it"
+
+
+def test_a_model_is_not_unloaded_before_those_who_waited_for_it_have_used_it() -> None:
+    """A client that asks for models in turn keeps nobody from theirs: each load serves those who waited for it."""
+
+    with served(config_of("a", **DEMAND), config_of("b", **DEMAND)) as several:
+        slots = several.registry.slots
+        first, second = slots.all
+        may_load = threading.Event()
+
+        def before(name: str) -> None:
+            wait_for(may_load)
+            if several.registry.loaded:  # the memory pays for one model
+                raise MemoryLacks("--kv-budget", 9, "at most 1")
+
+        several.loads.before = before
+        waits = [slots.use(first), slots.use(second), slots.use(first)]
+        left = slots.use(first)
+        assert isinstance(left, AwaitedModel)
+        left.drop()  # its client has left
+        may_load.set()
+        for wait in waits:
+            assert isinstance(wait, AwaitedModel)
+            wait.done.result(HANG_S)
+        # The load of b has ended, and not by unloading a: its requests had not come to it.
+        taken = [wait.take() for wait in waits]  # type: ignore[union-attr]
+        assert [use is not None for use in taken] == [True, False, True]
+        assert first.status == "loaded"
+        with pytest.raises(ModelUnavailable):
+            slots.use(second)
+        for use in taken:
+            if use is not None:
+                use.end()
+        assert slots.unload(first) is not None, "no use is left"
+
+
+def test_a_client_that_asks_for_models_in_turn_takes_no_pinned_model_away() -> None:
+    models = (config_of("a", pin=True), config_of("b", **DEMAND), config_of("c", **DEMAND))
+    with served(*models) as several, ThreadPoolExecutor() as threads:
+
+        def before(name: str) -> None:
+            if len(several.registry.loaded) >= 2:
+                raise MemoryLacks("--kv-budget", 9, "at most 1")
+
+        several.loads.before = before
+
+        def flood() -> set[int]:
+            return {several.chat(name).status_code for _ in range(8) for name in "bc"}
+
+        floods = [threads.submit(flood) for _ in range(2)]
+        for _ in range(12):
+            several.expect(several.chat("a"), "a")
+        for each in floods:
+            assert each.result(HANG_S) <= {200, 503, 429}
+        assert several.registry.slots._waiting == 0
+        assert several.loads.asked.count("a") == 1
 
 
 def test_no_model_is_unloaded_for_one_that_would_not_fit_all_the_same() -> None:

@@ -16,7 +16,7 @@ from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
 from server.conftest import GREEDY, assert_error, user
@@ -92,6 +92,44 @@ def test_usage_comes_with_the_last_chunk_and_is_null_in_the_others(served: Any) 
     assert chunks[-1]["usage"]["prompt_tokens"] == len(served.chat_prompt("usage please"))
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("include", [True, False])
+def test_usage_can_come_with_every_chunk(served: Any, path: str, include: bool) -> None:
+    """`continuous_usage_stats` of vLLM's clients, which counts only beside `include_usage`."""
+    prompt = {"messages": user("more")} if path == CHAT else {"prompt": ["more", "and"]}
+    for n in (1, 2):
+        fields = {**prompt, "n": n, "max_tokens": 5, "ignore_eos": True}
+        whole = served.client.post(path, json=fields).json()["usage"]
+        options = {"include_usage": include, "continuous_usage_stats": True}
+        *chunks, last = served.chunks(path, stream_options=options, **fields)
+        if not include:
+            assert all("usage" not in chunk for chunk in [*chunks, last])
+            continue
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == last["usage"]["completion_tokens"] == whole["completion_tokens"]
+        for chunk in chunks:
+            usage = chunk["usage"]
+            assert usage["prompt_tokens"] == whole["prompt_tokens"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_a_last_message_is_continued_without_another_field(served: Any) -> None:
+    messages = [*user("Count."), {"role": "assistant", "content": "One, two"}]
+    begun = {"messages": messages, "continue_final_message": True, **GREEDY, "max_tokens": 4}
+    answers = [
+        served.client.post(CHAT, json=begun | more)
+        for more in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None})
+    ]
+    assert all(answer.is_success for answer in answers)
+    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
+    explained = served.client.post("/v1/cache/explain", json=begun | {"max_tokens": None}).json()
+    new_turn = served.client.post("/v1/cache/explain", json={"messages": messages}).json()
+    assert explained["prompt_tokens"] < new_turn["prompt_tokens"]
+    refused = served.client.post(CHAT, json=begun | {"add_generation_prompt": True})
+    assert_error(refused, 400, "invalid_parameter", "left out", param="add_generation_prompt")
+
+
 def test_cached_tokens_equal_the_prompt_tokens_that_were_not_computed(served: Any) -> None:
     for text in ("a first long question about trees", "a first long question about forests"):
         before = served.assembly.engine.stats()
@@ -146,7 +184,9 @@ def test_logprobs_name_the_token_its_bytes_and_the_best_alternatives(served: Any
     answer = served.chat("log", max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY).json()
     content = answer["choices"][0]["logprobs"]["content"]
     tokens = served.greedy(served.chat_prompt("log"), 5)
-    assert [entry["bytes"] for entry in content] == [[token] for token in tokens]
+    assert [entry["bytes"] for entry in content] == [
+        list(ByteTokenizer().token_bytes(token)) for token in tokens
+    ]
     logits = served.runtime.expected_logits(np.array(served.chat_prompt("log"), np.int32)).astype(np.float64)
     expected = logits.max() - math.log(np.exp(logits).sum())
     assert content[0]["logprob"] == pytest.approx(expected, abs=1e-5)
@@ -168,7 +208,7 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(served: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_and_is_cut_from_it(served: Any, stream: bool) -> None:
     # Letters only: any part of the text can be the stop string.
-    bias = {str(token): -100 for token in range(262) if not 97 <= token < 123}
+    bias = {str(token): -100 for token in range(PADDED_LOGITS) if not 97 <= token < 123}
     fields: dict[str, Any] = {"max_tokens": 30, "logit_bias": bias, **GREEDY}
     text = served.chat("stop", **fields).json()["choices"][0]["message"]["content"]
     assert len(text) == 30
@@ -358,7 +398,7 @@ def test_stats_equal_a_recount_and_clearing_frees_all_blocks(serve: Any) -> None
         assert stats["resident_bytes"] == stats["cached_blocks"] * stats["block_bytes"]
         cleared = served.client.post("/v1/cache/clear").json()
         resident = {"blocks": stats["cached_blocks"], "bytes": stats["resident_bytes"]}
-        assert cleared == resident | {"later": False}
+        assert cleared == resident | {"later": False, "models": cleared["models"]}
         assert served.client.get("/v1/cache/stats").json()["cache"]["cached_blocks"] == 0
 
 
@@ -401,7 +441,7 @@ def test_explain_of_whole_prompts_and_of_unknown_ones_changes_no_stats(serve: An
 
 def test_stats_keep_the_keys_of_counters(tmp_path: Path) -> None:
     """`asdict` would turn Counter(loaded=2) into a Counter of its items: {"loaded,2": 1}."""
-    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096)
+    runtime = FakeRuntime(PADDED_LOGITS, 4096)
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
     app = create_app(made)

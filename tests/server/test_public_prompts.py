@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rootstock.config import ServerConfig
+from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.prompts.public_prompts import read_public_prompts
 from rootstock.errors import InvalidOption
+from server.conftest import Served
 from server.test_access import CHAT, CLEAR, COMPLETIONS, EXPLAIN, code, key
 
 SYSTEM = "You are a helpful assistant of the house."
@@ -26,7 +29,8 @@ KEYS = {"key-a": "a", "key-b": "b"}
 def config(folder: Path, *lines: Any, **options: Any) -> ServerConfig:
     file = folder / "public.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines or LINES))
-    return ServerConfig(tenant_keys=KEYS, admin_key="admin", public_prompts=file, aliases=(), **options)
+    fields: dict[str, Any] = {"admin_key": "admin", **options}
+    return ServerConfig(tenant_keys=KEYS, public_prompts=file, aliases=(), **fields)
 
 
 def chat(served: Any, who: str, text: str, system: str = SYSTEM, **body: Any) -> int:
@@ -125,3 +129,85 @@ def test_an_error_names_the_line(tmp_path: Path, line: str, told: str) -> None:
     assert "line 3" in refused.value.message
     with pytest.raises(InvalidOption, match="can be read"):
         read_public_prompts(tmp_path / "absent")
+
+
+# ---- an oracle for the texts behind a head
+
+SECRET = "My secret is 1234 and my plan is to buy the house on the hill. " * 2
+OTHER = "Tell me some more about trees, and then also about the grasses. " * 2
+GUESSES = (SECRET, SECRET[:40], SECRET + "And", OTHER[:40])
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def observed(served: Served, who: str) -> Iterator[Any]:
+    """Yields all that a tenant is told by routes about guessed texts behind the head and alone."""
+    numbers = re.compile(r'"(id|created|created_at|completed_at|system_fingerprint)": ?("[^"]*"|[0-9.]+)')
+
+    def told(method: str, path: str, body: Any = None) -> Any:
+        response = served.client.request(method, path, json=body, headers=key(who))
+        hints = {name: value for name, value in response.headers.items() if name.startswith(("x-", "retry"))}
+        hints.pop("x-request-id", None)
+        pin = re.findall(r"pin-[0-9a-f]+", response.text)
+        return path, response.status_code, hints, pin, numbers.sub("", response.text)
+
+    for text in GUESSES:
+        chat_body = {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]}
+        message = {"system": SYSTEM, "messages": [{"role": "user", "content": text}]}
+        alone = {"prompt": text}
+        for suffix, body in (("/chat/completions", chat_body), ("/messages", message), ("", alone)):
+            yield told("POST", f"/v1/cache/explain{suffix}", body)
+            yield told("POST", f"/v1/cache/pin{suffix}", body)
+            yield told("POST", f"/v1/cache/warm{suffix}?wait=true", body)
+            yield told("POST", f"/v1/cache/export{suffix}", body)
+        yield told("GET", "/v1/cache/pins")
+        yield told("GET", "/v1/cache/volatile")
+        yield told("POST", "/v1/chat/completions", {**chat_body, "max_tokens": 1, "temperature": 0})
+        yield told("POST", "/v1/messages", {**message, "max_tokens": 1, "temperature": 0})
+        response = {"instructions": SYSTEM, "input": text, "max_output_tokens": 16, "store": False}
+        yield told("POST", "/v1/responses", {**response, "temperature": 0})
+        yield told("POST", "/v1/completions", {**alone, "max_tokens": 1, "temperature": 0, "logprobs": 1})
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "a time to live", "pins"])
+def test_no_route_tells_whether_another_tenant_has_used_a_text(
+    serve: Any, tmp_path: Path, keeps: str
+) -> None:
+    """A tenant's guesses are answered alike, whether the other one has cached, retained or pinned the text or not."""
+
+    def use(served: Served, text: str) -> list[str]:
+        """Lets tenant a use a text behind the head and alone. Returns its pins."""
+        ask = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        hint = {"nvext": HOUR} if keeps == "a time to live" else {}
+        for path, body in (("chat/completions", {"messages": ask}), ("completions", {"prompt": text})):
+            sent = {**body, **hint, "max_tokens": 1}
+            answer = served.client.post(f"/v1/{path}", json=sent, headers=key("key-a"))
+            assert answer.status_code == 200, answer.text
+            again = served.client.post(f"/v1/{path}", json=sent, headers=key("key-a")).json()["usage"]
+            assert again["prompt_tokens_details"]["cached_tokens"] >= len(text) - 1, "it is cached"
+        if keeps != "pins":
+            return []
+        return [
+            served.client.post(f"/v1/cache/pin/{path}", json=body, headers=key("key-a")).json()["id"]
+            for path, body in (("chat/completions", {"messages": ask}), ("completions", {"prompt": text}))
+        ]
+
+    told, own = [], []
+    options = config(tmp_path, admin_key=None)  # explaining is for tenants as well
+    for text in (SECRET, OTHER):
+        with serve(EngineConfig(idle_work=True), options, blocks=4000) as served:
+            pins = use(served, text)
+            seen = list(observed(served, "key-b"))
+            for id in (*pins, "pin-of-nobody"):
+                refused = served.client.post("/v1/cache/release", json={"id": id}, headers=key("key-b"))
+                assert refused.status_code == 404
+                assert refused.json()["error"]["code"] == "pin_not_found"
+            assert len(served.client.get("/v1/cache/pins", headers=key("key-a")).json()["pins"]) == len(pins)
+            told.append(seen)
+            own.append(list(observed(served, "key-a")))
+    assert len(told[0]) > 60
+    for with_secret, without in zip(*told, strict=True):
+        assert with_secret == without
+    assert own[0] != own[1], "the comparison would notice it"
+    statuses = {(path, status) for path, status, *_ in told[0]}
+    assert ("/v1/cache/pin/chat/completions", 200) in statuses, "the head is shared"
+    assert ("/v1/cache/explain", 200) in statuses

@@ -130,6 +130,23 @@ def test_durations_are_written_as_openai_writes_them() -> None:
     ]
 
 
+def test_every_route_with_a_body_is_limited(serve: Any, tmp_path: Path) -> None:
+    """A new route is limited wherever its path begins. Only probes and the dashboard are not."""
+    file = tmp_path / "keys"
+    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {requests_per_minute: 1}}")
+    with serve(server=ServerConfig(api_keys=file)) as served:
+        paths = [path for path, methods in served.app.openapi()["paths"].items() if "post" in methods]
+        assert {"/tokenize", "/detokenize", "/v1/responses/compact", "/ping"} <= set(paths)
+        for path in ["/v1/models/x", *paths]:
+            answer = served.client.post(path, json={}, headers=key("k"))
+            if path == "/v1/models/x":
+                assert code(answer) == "method_not_allowed"  # takes the minute's one request
+            elif path == "/ping" or path.startswith("/dashboard/"):
+                assert answer.status_code != 429, path
+            elif path != "/v1/cache/import":  # refused for its type before
+                assert answer.status_code == 429, path
+
+
 def test_each_api_tells_of_limits_in_its_own_form(serve: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(

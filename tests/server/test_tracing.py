@@ -50,6 +50,21 @@ def spans(exporter: InMemorySpanExporter, requests: int = 1) -> dict[str, Readab
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
+def test_every_route_with_a_body_has_a_span() -> None:
+    with traced() as (url, exporter), httpx.Client(base_url=url) as client:
+        paths = [
+            path for path, methods in client.get("/openapi.json").json()["paths"].items() if "post" in methods
+        ]
+        assert {"/tokenize", "/v1/responses/compact"} <= set(paths)
+        expected = {path for path in paths if path != "/ping" and not path.startswith("/dashboard/")}
+        for path in paths:
+            client.post(path, json={})
+        spans(exporter, len(expected))
+        found = [span.attributes or {} for span in exporter.get_finished_spans()]
+        # The guard refuses a bundle's type before there is a route.
+        assert {span.get("http.route", "/v1/cache/import") for span in found} == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_a_span_with_its_numbers_and_a_span_for_each_phase(stream: bool) -> None:
     with traced() as (url, exporter):

@@ -25,7 +25,7 @@ from rootstock.bench.corpus import document
 from rootstock.bench.scenario import AGENTS, SYSTEM_PROMPT, TOOLS
 
 # Part of the directory's name. Raise it when a change below changes the model.
-VERSION = 2
+VERSION = 3
 NAME = "rootstock-tiny"
 
 BEGIN, END, TURN_END = "<|begin|>", "<|end|>", "<|turn_end|>"
@@ -132,7 +132,10 @@ def write_tiny_model(spec: TinyModelSpec, directory: Path) -> None:
     text = _training_text(spec)
     tokenizer = _train_tokenizer(text, spec.vocab_size)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    vocab_size = tokenizer.get_vocab_size()
+    tokens = tokenizer.get_vocab_size()
+    vocab_size = (
+        tokens // _VOCAB_MULTIPLE + 1
+    ) * _VOCAB_MULTIPLE  # more logits than tokens, as most models have
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(spec))
     _write_json(directory / "config.json", _model_config(spec, vocab_size, ids))
@@ -142,7 +145,7 @@ def write_tiny_model(spec: TinyModelSpec, directory: Path) -> None:
     )
     prose = [line for line in text if not line.endswith("\n")]  # without tables and code
     encoded = [encoding.ids for encoding in tokenizer.encode_batch(prose)]
-    _write_weights(directory / "model.safetensors", _weights(spec, vocab_size, encoded))
+    _write_weights(directory / "model.safetensors", _weights(spec, tokens, vocab_size, encoded))
 
 
 # ---- files
@@ -246,6 +249,8 @@ def _tokenizer_config(spec: TinyModelSpec) -> dict[str, Any]:
 
 # ---- the model
 
+_VOCAB_MULTIPLE = 64
+
 
 def _model_config(spec: TinyModelSpec, vocab_size: int, ids: dict[str, int]) -> dict[str, Any]:
     return {
@@ -282,10 +287,13 @@ _QUERY_SCALE = 8.0  # attention selects single positions; with 1 it would averag
 
 
 def _weights(
-    spec: TinyModelSpec, vocab_size: int, encoded: list[list[int]]
+    spec: TinyModelSpec, tokens: int, vocab_size: int, encoded: list[list[int]]
 ) -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(spec.seed)
-    embeddings, head = _bigram_factors(encoded, vocab_size, spec.hidden_size, rng)
+    rows = ((0, vocab_size - tokens), (0, 0))  # of no token
+    embeddings, head = (
+        np.pad(each, rows) for each in _bigram_factors(encoded, tokens, spec.hidden_size, rng)
+    )
     weights = {
         "model.embed_tokens.weight": embeddings,
         "model.norm.weight": np.ones(spec.hidden_size, np.float32),

@@ -91,7 +91,7 @@ class BlockPool:
         """
         assert 0 <= blocks <= self._free.blocks, f"{blocks} of {self._free.blocks} free blocks asked"
         ids = self._free.take(blocks, after)
-        self._owners[ids] = _USER
+        self._owners[ids.astype(np.intp)] = _USER
         if self.returnable:
             fresh = len(ids) - int(np.count_nonzero(self._backed[ids]))
             if fresh:
@@ -110,6 +110,8 @@ class BlockPool:
 
     def use(self, ids: BlockIds) -> None:
         """Adds a lease to the owners of each block."""
+        if not len(ids):  # of a prompt without a hit
+            return
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
         assert np.count_nonzero(owners) == len(rows), "a free block was used"
@@ -136,8 +138,15 @@ class BlockPool:
 
     def unhold(self, ids: BlockIds) -> None:
         """Removes a node or checkpoint from the owners of each block; blocks without an owner become free."""
+        if not len(ids):
+            return
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
+        if not np.count_nonzero(owners != 1):  # as for most evicted nodes: all of its blocks become free
+            self._owners[rows] = 0
+            self._cached_blocks -= len(rows)
+            self._give(ids)
+            return
         assert np.count_nonzero(owners & _HOLDERS) == len(rows), "a block was released that no node holds"
         owners -= 1
         self._owners[rows] = owners
@@ -221,6 +230,9 @@ class FreeExtents:
     def give(self, ids: BlockIds) -> None:
         """Frees `ids`, in any order. Takes one step per run of consecutive ids, not per block."""
         start, begin = int(ids[0]), 0
+        if len(ids) == 1:
+            self._merge(start, 1)
+            return
         for last in (ids[1:] - ids[:-1] != 1).nonzero()[0].tolist():
             self._merge(start, last + 1 - begin)
             start, begin = int(ids[last + 1]), last + 1

@@ -9,16 +9,13 @@ from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import NOTHING, Plan, StateCopy
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind
+from rootstock.cache.radix_node import CHANCE, NEAR_TOKENS, Boundary, Checkpoint, CheckpointKind, Node
 from rootstock.cache.resume_point import needed_blocks
 from rootstock.cache.retainer import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, SlotId
 from rootstock.cache.write_back import WriteBackQueue
-
-# A checkpoint at a prompt's end that saves fewer tokens is dropped once the answer has left its own.
-CLOSE_TOKENS = 32
 
 
 class CheckpointWriter:
@@ -43,19 +40,31 @@ class CheckpointWriter:
     # ------------------------------------------------------------------------------------------ positions
 
     def plan_positions(self, lease: Lease, match: Match, boundaries: Sequence[Boundary]) -> None:
-        """Sets the positions at which the prefill pauses to leave a checkpoint: the prompt's end, its boundaries, and
-        the point of divergence from the cached prefix, since other requests have diverged there before."""
+        """Sets the positions at which the prefill leaves a checkpoint: where the same prompt resumes, its boundaries,
+        and the point of divergence from the cached prefix, since other requests have diverged there before.
+
+        The last token of a prompt is always computed. The same prompt therefore resumes before it, and so does a
+        request that goes on from the prompt's end: a second checkpoint would save it one token.
+        """
         if lease.node is None:
             return
-        lease.checkpoint_positions[lease.num_tokens] = CheckpointKind.PROMPT
-        diverges_at = min(match.found, match.limit)
-        if diverges_at > lease.hit_tokens:
-            lease.checkpoint_positions[diverges_at] = CheckpointKind.DIVERGENCE
+        end = lease.num_tokens - 1
+        wanted = {end: CheckpointKind.PROMPT, min(match.found, end): CheckpointKind.DIVERGENCE}
         for boundary in boundaries:
-            if lease.hit_tokens < boundary.position <= lease.num_tokens:
-                lease.checkpoint_positions[boundary.position] = boundary.kind
-        if lease.hit_tokens < match.scope.public_tokens:  # all tenants diverge there
-            lease.checkpoint_positions[match.scope.public_tokens] = CheckpointKind.SYSTEM
+            if boundary.position <= lease.num_tokens:
+                wanted[min(boundary.position, end)] = boundary.kind
+        if match.scope.public_tokens:  # all tenants diverge there
+            wanted[min(match.scope.public_tokens, end)] = CheckpointKind.SYSTEM
+        last = lease.hit_tokens
+        for position in sorted(wanted):
+            if position - last >= NEAR_TOKENS:
+                lease.checkpoint_positions[position] = wanted[position]
+                last = position
+            elif last in lease.checkpoint_positions:  # that one serves both
+                kinds = lease.checkpoint_positions[last], wanted[position]
+                lease.checkpoint_positions[last] = max(kinds, key=CHANCE.__getitem__)
+        if boundaries and not lease.is_idle:
+            self._tree.note_boundaries(lease.node, [boundary.position for boundary in boundaries])
 
     def plan_loaded_positions(self, lease: Lease, tier_hit: TierHit) -> None:
         """Adds the position of a tier hit, which other requests will pass as well, and the point where the prompt
@@ -63,8 +72,9 @@ class CheckpointWriter:
         if lease.node is None:
             return
         lease.checkpoint_positions.setdefault(tier_hit.position, CheckpointKind.DIVERGENCE)
-        if tier_hit.position < tier_hit.found <= lease.num_tokens:
-            lease.checkpoint_positions.setdefault(tier_hit.found, CheckpointKind.DIVERGENCE)
+        diverges_at = min(tier_hit.found, lease.num_tokens - 1)
+        if diverges_at - tier_hit.position >= NEAR_TOKENS:
+            lease.checkpoint_positions.setdefault(diverges_at, CheckpointKind.DIVERGENCE)
 
     def request(self, lease: Lease, position: int) -> None:
         """Adds a position, not computed yet, at which another request waits to diverge from this one."""
@@ -74,19 +84,21 @@ class CheckpointWriter:
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
-    def leave(self, lease: Lease, kind: CheckpointKind) -> Plan:
-        """Leaves a checkpoint at the lease's position, unless its state would evict an entry of higher rank. The plan
+    def leave(self, lease: Lease, position: int, kind: CheckpointKind) -> Plan:
+        """Leaves a checkpoint at a computed position, unless its state would evict an entry of higher rank. The plan
         copies the working state into it."""
-        if self._refresh_existing(lease):
+        node = self._node_at(lease, position)
+        if self._refresh_existing(node, position):
             return NOTHING
         states = self._pools.states
+        checkpoint = self._checkpoint(lease, node, position, kind, NO_SLOT)
         if states is None:
-            self._keep(lease, self._checkpoint(lease, kind, NO_SLOT))
+            if all((held.ids != NO_BLOCK).all() for held in checkpoint.windows):  # else the prefix was loaded
+                self._keep(lease, checkpoint)
             return NOTHING
-        checkpoint = self._checkpoint(lease, kind, NO_SLOT)
         row = Rows(0, (0,) * len(self._pools.windows), 1)
         # A new checkpoint has no hit protection yet. If a request waits for it, it is ranked as if it had.
-        is_awaited = lease.num_computed_tokens in lease.awaited_positions
+        is_awaited = position in lease.awaited_positions
         rank = (is_awaited, *self._tree.rank(checkpoint)[1:])
         if not self._pools.can_allocate(row) or not self._tree.make_room_below(row, rank):
             self._counters.checkpoints_skipped += 1
@@ -98,28 +110,27 @@ class CheckpointWriter:
         return Plan(states=(StateCopy(lease.slot, checkpoint.slot),))
 
     def leave_at_end(self, lease: Lease) -> None:
-        """Turns the working state of a lease that ends into a checkpoint, without a copy. Drops the one at the end of
-        its prompt if that is close to an earlier one: the conversation continues from the answer's end."""
-        if not self._refresh_existing(lease):
-            is_prompt = lease.num_computed_tokens <= lease.prompt_tokens
-            kind = CheckpointKind.PROMPT if is_prompt else CheckpointKind.ANSWER
-            self._keep(lease, self._checkpoint(lease, kind, lease.slot))
-        for earlier in lease.checkpoints:
-            if (
-                earlier.node is not None
-                and earlier.kind is CheckpointKind.PROMPT
-                and earlier.position < lease.num_computed_tokens
-                and earlier.is_unused
-                and earlier.start
-                and earlier.position - earlier.start < CLOSE_TOKENS
-            ):
-                self._tree.drop(earlier)
+        """Turns the working state of a lease that ends into a checkpoint, without a copy, unless the lease has left
+        one right before."""
+        node, position = lease.node, lease.num_computed_tokens
+        assert node is not None
+        assert node.end == position
+        earlier = node.checkpoint_up_to(position)
+        if earlier is not None and position - earlier.position < NEAR_TOKENS:
+            earlier.last_used = self._clock()
+            return
+        is_prompt = position <= lease.prompt_tokens
+        kind = CheckpointKind.PROMPT if is_prompt else CheckpointKind.ANSWER
+        self._keep(lease, self._checkpoint(lease, node, position, kind, lease.slot))
 
-    def _refresh_existing(self, lease: Lease) -> bool:
-        """Marks the checkpoint at the lease's position as used now. Returns False if there is none."""
+    def _node_at(self, lease: Lease, position: int) -> Node:
+        """Returns the node of the lease's path that has a published position."""
         assert lease.node is not None
-        assert lease.node.end == lease.num_computed_tokens
-        existing = lease.node.checkpoints.get(lease.num_computed_tokens)
+        return next(node for node in lease.node.path() if node.start < position)
+
+    def _refresh_existing(self, node: Node, position: int) -> bool:
+        """Marks the checkpoint at a position of a node as used now. Returns False if there is none."""
+        existing = node.checkpoints.get(position)
         if existing is None:
             return False
         existing.last_used = self._clock()
@@ -131,24 +142,25 @@ class CheckpointWriter:
         if self._write_back is not None:
             self._write_back.add_new_checkpoint(checkpoint, lease)
 
-    def _checkpoint(self, lease: Lease, kind: CheckpointKind, slot: SlotId) -> Checkpoint:
-        """Makes a checkpoint at the lease's position, with the window blocks that a resumption there reads."""
-        assert lease.node is not None
-        pools, position, size = self._pools, lease.num_computed_tokens, self._pools.block_size
+    def _checkpoint(
+        self, lease: Lease, node: Node, position: int, kind: CheckpointKind, slot: SlotId
+    ) -> Checkpoint:
+        """Makes a checkpoint at a computed position, with the window blocks that a resumption there reads."""
+        pools, size = self._pools, self._pools.block_size
         windows = tuple(
             needed_blocks(window.family, table.ids, position, size)
             for window, table in zip(pools.windows, lease.windows, strict=True)
         )
-        assert all((held.ids != NO_BLOCK).all() for held in windows), (
-            "a window lost a block that it still needs"
-        )
+        assert position < lease.num_computed_tokens or all(
+            (held.ids != NO_BLOCK).all() for held in windows
+        ), "a window lost a block that it still needs"
         size_bytes = pools.bytes_of(Rows(0, tuple(len(held.ids) for held in windows), 1))
         token_bytes = max(1, pools.full.row_bytes // size)
         now = self._clock()
         made = Checkpoint(
-            lease.node,
+            node,
             position,
-            prefix_digest(lease.scope.of(position), lease.computed_tokens),
+            prefix_digest(lease.scope.of(position), lease.tokens[:position]),
             kind,
             windows,
             slot,

@@ -20,7 +20,7 @@ class Evictable(Protocol):
     """The facts about a leaf of the tree, or about a checkpoint, that a policy may read."""
 
     @property
-    def last_used(self) -> float: ...  # of the cache's clock
+    def used_at(self) -> float: ...  # of the cache's clock
     @property
     def hits(self) -> int: ...  # admissions that shared it
     @property
@@ -49,7 +49,7 @@ class EvictionPolicy(Protocol):
 class MostValuableLast:
     """Ranks by expected saving per byte, if the chance of reuse falls e-fold with every `patience_s` of idleness.
 
-    value = worth · exp(-(now - last_used) / patience_s). Its logarithm orders alike at every instant, so `now` drops
+    value = worth · exp(-(now - used_at) / patience_s). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.
 
     `patience_s` follows a moving average of the idle times that ended in a reuse: agents come back within seconds,
@@ -62,11 +62,7 @@ class MostValuableLast:
 
     def rank(self, entry: Evictable) -> float:
         worth = entry.worth
-        return (
-            entry.last_used
-            if worth == 1.0
-            else entry.last_used + self.patience_s * math.log(max(worth, 1e-9))
-        )
+        return entry.used_at if worth == 1.0 else entry.used_at + self.patience_s * math.log(max(worth, 1e-9))
 
     def observe_reuse(self, idle_s: float) -> bool:
         self._idle_s += _LEARNING * (idle_s - self._idle_s)
@@ -93,22 +89,27 @@ class Queueable(Evictable, Protocol):
     @property
     def is_retained(self) -> bool: ...  # within its time to live
     @property
+    def is_spent(
+        self,
+    ) -> bool: ...  # hardly any request resumes there: it goes before all others, however old
+    @property
     def grant(self) -> Grant | None: ...
 
 
 N = TypeVar("N", bound=Queueable)
-# (protected by a queued request, retained, priority, nearness of its next use, the policy's rank): lowest goes first.
-Rank = tuple[bool, bool, int, int, float]
+# (protected by a queued request, retained, priority, nearness of its next use, not spent, the policy's rank): lowest
+# goes first.
+Rank = tuple[bool, bool, int, int, bool, float]
 
 
 def rank_of(entry: Queueable, policy: EvictionPolicy) -> Rank:
     """Returns the place of an entry in the order of eviction. Reads no clock: expired grants are removed before."""
     grant = entry.grant
     if grant is None:
-        return entry.is_protected, False, 0, 0, policy.rank(entry)
+        return entry.is_protected, False, 0, 0, not entry.is_spent, policy.rank(entry)
     retained = entry.is_retained
     near = grant.nearness if retained else 0
-    return entry.is_protected, retained, grant.priority, near, policy.rank(entry)
+    return entry.is_protected, retained, grant.priority, near, not entry.is_spent, policy.rank(entry)
 
 
 class EvictionQueue(Generic[N]):
@@ -166,6 +167,14 @@ class EvictionQueue(Generic[N]):
                 return rank
         return None
 
+    def check(self) -> None:
+        """Asserts that no entry is queued above its level, where `peek` would find it too late. Within a level the
+        policy's rank may have fallen a little: worth depends on checkpoints that are far away."""
+        newest = [(rank, node) for rank, ticket, node in self._heap if node.queue_ticket == ticket]
+        assert len(newest) == self._valid
+        for rank, node in newest:
+            assert rank[:5] <= self.rank(node)[:5], f"{node} is queued at {rank}, and is {self.rank(node)}"
+
     def pop(self) -> N:
         """Takes out the node whose rank `peek` has just returned."""
         node = heapq.heappop(self._heap)[2]
@@ -179,6 +188,7 @@ class EvictionQueue(Generic[N]):
 MAX_RUNS = 4096
 MAX_TOKENS = 2 * 1024**2
 LONGEST_RUN = 32 * 1024
+MAX_CHECKPOINTS = 16  # evicted ones that are remembered of a node, and of a run
 
 
 class EvictedRun:
@@ -188,14 +198,17 @@ class EvictedRun:
     An edge is evicted from its tail, so its run grows at the front, by one part at a time.
     """
 
-    __slots__ = ("first", "length", "node", "parts", "was_retained")
+    __slots__ = ("checkpoints", "first", "length", "node", "parts", "was_retained")
 
-    def __init__(self, node: Node, parts: list[Tokens], was_retained: bool) -> None:
+    def __init__(
+        self, node: Node, parts: list[Tokens], checkpoints: tuple[int, ...], was_retained: bool
+    ) -> None:
         self.node: Node | None = node
+        self.checkpoints = checkpoints[-MAX_CHECKPOINTS:]  # positions of those that were evicted with it
         self.was_retained = was_retained  # its first part: it was evicted within its time to live
         self.parts = parts  # the deepest first
-        self.first = int(parts[-1][0])
-        self.length = sum(map(len, parts))
+        self.first = parts[-1].item(0)
+        self.length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
 
     def agreed(self, tokens: Tokens) -> int:
         """Counts the leading `tokens` that agree with the run."""
@@ -227,21 +240,31 @@ class EvictionHistory:
         run = self._below.get(node, {}).get(int(tokens[0]))
         return 0 if run is None else run.agreed(tokens)
 
+    def checkpoints_after(self, node: Node, tokens: Tokens) -> tuple[int, ...]:
+        """Returns the positions of the evicted checkpoints on the run that begins like `tokens`."""
+        run = self._below.get(node, {}).get(int(tokens[0]))
+        return () if run is None else run.checkpoints
+
     def was_retained(self, node: Node, tokens: Tokens) -> bool:
         """Returns True if the run that begins like `tokens` was evicted within its time to live."""
         run = self._below.get(node, {}).get(int(tokens[0]))
         return run is not None and run.was_retained
 
     def remember(
-        self, node: Node, tokens: Tokens, deeper: list[Tokens], was_retained: bool = False
+        self,
+        node: Node,
+        tokens: Tokens,
+        deeper: list[Tokens],
+        checkpoints: tuple[int, ...] = (),
+        was_retained: bool = False,
     ) -> list[Node]:
-        """Records that `tokens` were cached below `node`, and `deeper` after them. Takes over both arrays; the caller
-        does not write to them again.
+        """Records that `tokens` were cached below `node`, and `deeper` after them, with `checkpoints` on both. Takes
+        over both arrays; the caller does not write to them again.
 
         Returns the nodes whose oldest runs were dropped to stay within the bounds.
         """
         deeper.append(kept_part(tokens[:LONGEST_RUN]))
-        run = EvictedRun(node, deeper, was_retained)
+        run = EvictedRun(node, deeper, checkpoints, was_retained)
         while run.length - len(run.parts[0]) >= LONGEST_RUN:
             run.length -= len(run.parts.pop(0))
         here = self._below.setdefault(node, {})
@@ -259,15 +282,16 @@ class EvictionHistory:
                 self.forget_run(oldest.node, oldest.first)
         return forgotten
 
-    def take_below(self, node: Node) -> list[Tokens]:
-        """Forgets the runs below a node that is evicted itself. Returns the parts of the longest: they follow the
-        node's own run."""
+    def take_below(self, node: Node) -> tuple[list[Tokens], tuple[int, ...]]:
+        """Forgets the runs below a node that is evicted itself. Returns the parts of the longest, and its
+        checkpoints: they follow the node's own run."""
         runs = self.runs_below(node)
         if not runs:
-            return []
-        parts = max(runs, key=lambda run: run.length).parts
+            return [], ()
+        longest = max(runs, key=lambda run: run.length)
+        parts = longest.parts
         self.forget_below(node)
-        return parts
+        return parts, longest.checkpoints
 
     def forget_below(self, node: Node) -> None:
         """Forgets the runs below a node that is removed or whose end moves."""

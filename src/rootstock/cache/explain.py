@@ -7,6 +7,7 @@ from typing import Literal
 
 from rootstock.cache.eviction import EvictionHistory
 from rootstock.cache.lease import Match
+from rootstock.cache.radix_node import NEAR_TOKENS
 from rootstock.cache.volatile import Realignment
 
 Cap = Literal[
@@ -75,6 +76,9 @@ class Explanation:
     volatile: Realignment | None = None
     retention: FoundRetention | None = None  # of the found prefix; None: no hint keeps it
     lost_although_retained: bool = False  # the evicted tokens were within their time to live
+    evicted_checkpoint: int | None = (
+        None  # the deepest position of an evicted checkpoint that would have been hit
+    )
 
     def of_the_prompt(self) -> Explanation:
         """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
@@ -83,6 +87,8 @@ class Explanation:
         if cap in ("diverged", "evicted", "end_of_cached"):
             cap = "not_cached" if self.found_tokens else "nothing_cached"
             message = _NOTHING_CACHED
+        if cap == "no_checkpoint":
+            message = _no_checkpoint(self.found_tokens, self.matched_tokens, self.capped_by, _NONE_THERE)
         if cap == "not_cached":
             message = (
                 f"{self.matched_tokens:,} of {self.prompt_tokens:,} tokens are cached; nothing cached has token "
@@ -99,6 +105,7 @@ class Explanation:
             volatile=None,
             retention=None,
             lost_although_retained=False,
+            evicted_checkpoint=None,
         )
 
 
@@ -115,6 +122,7 @@ def explain_match(
     alternatives: tuple[int, ...] = ()
     evicted = 0
     lost_although_retained = False
+    evicted_checkpoint = _evicted_checkpoint(match, history) if match.capped_by is not None else None
     if match.node is not None and not all_cached:
         node = match.node
         if found < node.end:
@@ -149,27 +157,58 @@ def explain_match(
         pending_tokens=0 if match.pending is None else max(0, match.pending.until - found),
         found_tokens=found,
         capped_by=match.capped_by,
-        message=_message(cap, match, alternatives, evicted, volatile)
+        message=_message(cap, match, alternatives, evicted, volatile, evicted_checkpoint)
         + (_LOST_ALTHOUGH_RETAINED if cap == "evicted" and lost_although_retained else ""),
         volatile=volatile,
         retention=retention,
         lost_although_retained=lost_although_retained,
+        evicted_checkpoint=evicted_checkpoint,
     )
 
 
+def _evicted_checkpoint(match: Match, history: EvictionHistory) -> int | None:
+    """Returns the deepest position of an evicted checkpoint at which the prompt would resume if it were there."""
+    assert match.node is not None
+    positions = [at for node in match.node.path() for at in node.evicted_checkpoints if at <= match.found]
+    rest = match.tokens[match.found :]
+    if match.found == match.node.end and len(rest):
+        end = match.found + history.evicted_after(match.node, rest)
+        positions += [at for at in history.checkpoints_after(match.node, rest) if at <= end]
+    return max((at for at in positions if match.length < at <= match.limit), default=None)
+
+
+def _no_checkpoint(found: int, length: int, family: str | None, reason: str) -> str:
+    return f"KV to {found:,}, {family} only to {length:,}: {found - length:,} tokens recomputed because {reason}."
+
+
+def _reason(match: Match, found: int, evicted_checkpoint: int | None) -> str:
+    if evicted_checkpoint is not None:
+        return f"the checkpoint at {evicted_checkpoint:,} has been evicted since"
+    assert match.node is not None
+    deeper = [at for node in match.node.path() for at in node.checkpoints if match.limit < at <= match.found]
+    if deeper:
+        return f"the next checkpoint is at {min(deeper):,}, behind the last position at which the prompt can resume"
+    if match.length and found - match.length < NEAR_TOKENS:
+        return f"no checkpoint is left less than {NEAR_TOKENS} tokens behind another one"
+    return "no checkpoint was left at the divergence point"
+
+
 def _message(
-    cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int, volatile: Realignment | None
+    cap: Cap,
+    match: Match,
+    alternatives: tuple[int, ...],
+    evicted: int,
+    volatile: Realignment | None,
+    evicted_checkpoint: int | None,
 ) -> str:
     of = f"{match.length:,} of {len(match.tokens):,} tokens are cached"
     match cap:
         case "cache_off":
             return "The prefix cache is switched off."
         case "no_checkpoint":
-            found, length = min(match.found, match.limit), match.length
-            return (
-                f"KV to {found:,}, {match.capped_by} only to {length:,}: {found - length:,} tokens recomputed "
-                "because no checkpoint was left at the divergence point."
-            )
+            found = min(match.found, match.limit)
+            reason = _reason(match, found, evicted_checkpoint)
+            return _no_checkpoint(found, match.length, match.capped_by, reason)
         case "last_token":
             return f"{of}; the last token is always computed."
         case "evicted":
@@ -198,4 +237,5 @@ def _volatile_message(volatile: Realignment) -> str:
 _LOST_ALTHOUGH_RETAINED = (
     " A hint retained them: running requests or retained prefixes of higher rank needed their memory."
 )
+_NONE_THERE = "no checkpoint is at the divergence point"
 _NOTHING_CACHED = "Nothing cached begins with this prompt's first token."

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rootstock.cache.arguments import require_option
+
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
@@ -22,8 +24,8 @@ class FullAttention:
     bytes_per_token: int  # of all its layers, in the pool's dtype
 
     def __post_init__(self) -> None:
-        assert self.layers > 0
-        assert self.bytes_per_token > 0
+        require_option("layers", self.layers, 1)
+        require_option("bytes_per_token", self.bytes_per_token, 1)
 
     @property
     def name(self) -> str:
@@ -43,9 +45,9 @@ class SlidingWindow:
     window: int
 
     def __post_init__(self) -> None:
-        assert self.layers > 0
-        assert self.bytes_per_token > 0
-        assert self.window > 0
+        require_option("layers", self.layers, 1)
+        require_option("bytes_per_token", self.bytes_per_token, 1)
+        require_option("window", self.window, 1)
 
     @property
     def name(self) -> str:
@@ -70,9 +72,9 @@ class ChunkedAttention:
     chunk: int
 
     def __post_init__(self) -> None:
-        assert self.layers > 0
-        assert self.bytes_per_token > 0
-        assert self.chunk > 0
+        require_option("layers", self.layers, 1)
+        require_option("bytes_per_token", self.bytes_per_token, 1)
+        require_option("chunk", self.chunk, 1)
 
     @property
     def name(self) -> str:
@@ -97,8 +99,8 @@ class RecurrentState:
     bytes_per_state: int  # of all its layers
 
     def __post_init__(self) -> None:
-        assert self.layers > 0
-        assert self.bytes_per_state > 0
+        require_option("layers", self.layers, 1)
+        require_option("bytes_per_state", self.bytes_per_state, 1)
 
     @property
     def name(self) -> str:

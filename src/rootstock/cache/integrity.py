@@ -27,6 +27,8 @@ def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None
     for node in tree.nodes():
         count.node(node)
     _check_retention(tree)
+    tree.queue.check()
+    tree.checkpoints.check()
     for lease in leases:
         count.lease(lease)
         assert lease.node is None or lease in tree.leases_at(lease.node)

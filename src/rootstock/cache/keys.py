@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.types import Tokens
+from rootstock.errors import InvalidOption, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Namespace:
             kv_dtype=f"{dtype}:{kv_dtype}",
             rope_regime=rope_regime,
         )
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "kv_dtype", "rope_regime", "adapter", "salt"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidOption(name, shown(getattr(self, name)), "text")
 
     def digest(self) -> bytes:
         """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""

@@ -18,21 +18,32 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
 from rootstock.cache.admission import Admission
+from rootstock.cache.arguments import (
+    is_count,
+    require_agreement,
+    require_count,
+    require_namespace,
+    require_option,
+    require_rows,
+    require_share,
+    require_tokens,
+)
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, FoundRetention, explain_match
-from rootstock.cache.families import Family
+from rootstock.cache.families import Family, FullAttention, RecurrentState
 from rootstock.cache.hints import CacheHints, RetainedLimits
 from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
 from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
-from rootstock.cache.plan import NOTHING, Plan, Store
+from rootstock.cache.plan import NOTHING, Plan, Store, together
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, HitProtection, Node, common_prefix, continuation
@@ -46,6 +57,10 @@ from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import Realignment, VolatileSpans, realignment
 from rootstock.cache.write_back import WriteBackQueue
+from rootstock.errors import BudgetTooSmall, CacheMisuse, InvalidOption, shown
+from rootstock.errors.options import in_library_words
+
+_MOST_DIVERGED = 16  # prompts that wait for their comparison
 
 
 class KVCache:
@@ -77,6 +92,9 @@ class KVCache:
         share: BudgetShare | None = None,
         lazy_states: bool = False,
     ) -> None:
+        self._require_options(families, budget_bytes, block_size, rows)
+        require_share("retained_share", retained_share)
+        require_share("pinned_share", pinned_share)
         self._lazy_states = lazy_states
         self._retained_share = retained_share
         self._pinned_share = pinned_share
@@ -93,7 +111,25 @@ class KVCache:
         self.share = share
         self._retained_limits = RetainedLimits()
         self._lease_ids = itertools.count()
-        self._start_empty()
+        try:
+            self._start_empty()
+        except BudgetTooSmall as error:
+            raise in_library_words(error) from None
+
+    @staticmethod
+    def _require_options(families: Any, budget_bytes: Any, block_size: Any, rows: Any) -> None:
+        """Raises InvalidOption."""
+        allowed = "a list of families: one or more, of full attention and of recurrent states at most one"
+        if not isinstance(families, Sequence) or not families:
+            raise InvalidOption("families", shown(families), allowed)
+        kinds = [type(family) for family in families]
+        known = all(isinstance(family, Family) for family in families)
+        if not known or kinds.count(FullAttention) > 1 or kinds.count(RecurrentState) > 1:
+            raise InvalidOption("families", shown(families), allowed)
+        require_option("budget_bytes", budget_bytes, 1)
+        require_option("block_size", block_size, 1)
+        if rows is not None:
+            require_rows(rows, families)
 
     def _start_empty(self) -> None:
         pools = self.pools = Pools(
@@ -110,7 +146,8 @@ class KVCache:
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
-        self.volatile = VolatileSpans()
+        self._volatile = VolatileSpans()
+        self._diverged: list[tuple[Scope, Tokens, int]] = []  # prompts to compare, and where each diverged
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
         retainer = self._retainer = Retainer(
@@ -172,8 +209,14 @@ class KVCache:
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
         further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
-        salts.
+        salts. Raises CacheMisuse.
         """
+        require_tokens("match", tokens)
+        require_namespace("match", namespace)
+        if public_tokens:
+            require_count("match", "public_tokens", public_tokens)
+        if at_most is not None:
+            require_count("match", "at_most", at_most)
         return self._match(tokens, Scope(namespace, public_tokens), at_most)
 
     def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
@@ -230,6 +273,8 @@ class KVCache:
 
     def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
+        require_tokens("explain", tokens)
+        require_namespace("explain", namespace)
         return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
@@ -237,6 +282,13 @@ class KVCache:
         return explain_match(
             match, self.tree.evicted, self.reuse, self._realignment(match), self._retention_of(match)
         )
+
+    def _realignment(self, match: Match) -> Realignment | None:
+        """Finds where a prompt that diverges from the cached prefixes agrees with one of them again."""
+        if not self._diverges(match):
+            return None
+        assert match.node is not None
+        return realignment(match.node, match.found, match.tokens)
 
     def _retention_of(self, match: Match) -> FoundRetention | None:
         if match.node is None or not match.found:
@@ -272,10 +324,14 @@ class KVCache:
         `comes_back` is True for a request that was admitted before.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
         `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
+        Raises CacheMisuse.
         """
-        assert len(match.tokens) > 0
+        self._require_match(match, watermark_blocks, boundaries)
         if tier_hit is not None:
-            assert match.version == self.tree.version, "a tier hit is valid as long as its match"
+            if match.version != self.tree.version:
+                raise CacheMisuse(
+                    "admit", "a tier hit is valid as long as its match, and the cache has changed"
+                )
             match = replace(match, length=tier_hit.base, checkpoint=None, windows=())
         else:
             if match.version != self.tree.version:
@@ -298,8 +354,35 @@ class KVCache:
                 share.observe_prompt(known_tokens, len(match.tokens))
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
-                self._count_volatile(match)
+                self._note_divergence(match)
         return answer
+
+    @staticmethod
+    def _require_match(match: Match, watermark_blocks: int, boundaries: Sequence[Boundary]) -> None:
+        """Raises CacheMisuse for wrong arguments of an admission."""
+        if not isinstance(match, Match):
+            raise CacheMisuse("admit", f"{shown(match)} is no Match, which KVCache.match returns")
+        if not len(match.tokens):
+            raise CacheMisuse("admit", "the prompt has no tokens, but the logits of its last one are needed")
+        require_count("admit", "watermark_blocks", watermark_blocks)
+        for boundary in boundaries:
+            if not isinstance(boundary, Boundary) or not is_count(boundary.position, 1):
+                raise CacheMisuse("admit", f"{shown(boundary)} is no Boundary with a position of 1 or more")
+            if boundary.position > len(match.tokens):
+                raise CacheMisuse(
+                    "admit",
+                    f"a boundary is at position {boundary.position}, but the prompt has {len(match.tokens)} tokens",
+                )
+
+    def _require_lease(self, call: str, lease: Lease) -> None:
+        """Raises CacheMisuse unless this is a running lease of this cache."""
+        if isinstance(lease, Lease) and self._leases.get(lease.id) is lease:
+            return
+        if not isinstance(lease, Lease):
+            raise CacheMisuse(call, f"{shown(lease)} is no Lease")
+        if lease.ended:
+            raise CacheMisuse(call, f"{lease!r} has ended: a lease is ended once, and not used afterwards")
+        raise CacheMisuse(call, f"{lease!r} is a lease of another cache")
 
     def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
         """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
@@ -321,6 +404,7 @@ class KVCache:
         counters.admissions += 1
         counters.asked_tokens += prompt_tokens
         counters.hit_tokens += hit_tokens
+        counters.inside_block_tokens += hit_tokens % self.block_size
         counters.missed_tokens += prompt_tokens - hit_tokens
 
     def _known_tokens(self, match: Match) -> int:
@@ -330,23 +414,41 @@ class KVCache:
             return found
         return found + self.tree.evicted.evicted_after(node, match.tokens[found:])
 
-    def _realignment(self, match: Match) -> Realignment | None:
-        """Finds where a prompt that diverges from the cached prefixes agrees with one of them again."""
+    def _diverges(self, match: Match) -> bool:
+        """Returns whether a prompt goes on otherwise than the cached prefixes, none of which was evicted there."""
         node, found = match.node, match.found
         if node is None or found >= len(match.tokens):
-            return None
-        if found == node.end and self.tree.evicted.evicted_after(node, match.tokens[found:]):
-            return None  # it was cached: it misses by eviction
-        return realignment(node, found, match.tokens)
+            return False
+        return found < node.end or not self.tree.evicted.evicted_after(node, match.tokens[found:])
 
-    def _count_volatile(self, match: Match) -> None:
-        """Counts an admitted prompt that diverges in a volatile span. A split of the node changes nothing here."""
-        place = self._realignment(match)
-        if place is None:
-            return
-        self.counters.volatile_misses += 1
-        self.counters.volatile_tokens += place.agreed
-        self.volatile.add(match.namespace, match.tokens, match.found, place, self._clock())
+    def _note_divergence(self, match: Match) -> None:
+        """Notes an admitted prompt that diverges, to be compared by `compare_diverged`."""
+        if self._diverges(match):
+            self._diverged.append((match.scope, match.tokens, match.found))
+            if len(self._diverged) > _MOST_DIVERGED:
+                self.compare_diverged()
+
+    def compare_diverged(self) -> None:
+        """Compares the prompts that have diverged since the last call with their siblings, for volatile spans.
+
+        The engine calls it between two steps, so that the first token of a request does not wait for it.
+        """
+        diverged, self._diverged = self._diverged, []
+        for scope, tokens, position in diverged:
+            reached = self.tree.find(tokens[:position], scope)
+            if reached is None or reached[1] < position:
+                continue  # evicted since
+            place = realignment(reached[0], position, tokens)
+            if place is not None:
+                self.counters.volatile_misses += 1
+                self.counters.volatile_tokens += place.agreed
+                self._volatile.add(scope.namespace, tokens, position, place, self._clock())
+
+    @property
+    def volatile(self) -> VolatileSpans:
+        """The volatile spans of the prompts that were admitted until now."""
+        self.compare_diverged()
+        return self._volatile
 
     def _verified(self, match: Match) -> Match:
         """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
@@ -365,7 +467,7 @@ class KVCache:
     def loaded(self, lease: Lease, position: int) -> Plan:
         """Publishes loaded and verified rows up to `position`, from which the lease continues. Execute the plan at
         once."""
-        assert not lease.ended
+        self._require_lease("loaded", lease)
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
@@ -378,19 +480,25 @@ class KVCache:
 
     def detach(self, lease: Lease) -> None:
         """Takes a lease whose load is under way out of the tree: no request waits for it before it is `loaded`."""
+        self._require_lease("detach", lease)
         self._retainer.retain(lease)
         self.tree.detach(lease)
 
     def request_checkpoint(self, lease: Lease, position: int) -> None:
         """Asks a running lease for a checkpoint at `position`, where a waiting request will diverge from it."""
+        self._require_lease("request_checkpoint", lease)
+        require_count("request_checkpoint", "position", position)
         self._checkpoints.request(lease, position)
 
     def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int = 0) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions, before the forward that computes them.
 
         If new blocks are needed, `watermark_blocks` of every family must remain available afterwards. Blocks
-        behind the windows are released first, for good, also if the answer is Deferred.
+        behind the windows are released first, for good, also if the answer is Deferred. Raises CacheMisuse.
         """
+        self._require_lease("extend", lease)
+        require_count("extend", "new_tokens", new_tokens)
+        require_count("extend", "watermark_blocks", watermark_blocks)
         return self._admission.extend(lease, new_tokens, watermark_blocks)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
@@ -398,26 +506,42 @@ class KVCache:
 
         Prompt chunks can be found at once, generated tokens a block at a time. If another request has
         published the same prefix meanwhile, its blocks replace ours and ours are released. The plan keeps the state
-        as a checkpoint where one is due; execute it before the next forward.
+        as a checkpoint where one is due; execute it before the next forward. Raises CacheMisuse.
         """
-        assert not lease.ended
-        needed_blocks = -(-(lease.num_computed_tokens + len(tokens)) // self.block_size)
-        assert needed_blocks <= lease.table_blocks, "computed without blocks"
+        self._require_lease("commit", lease)
+        require_tokens("commit", tokens)
+        self._require_room(lease, len(tokens))
+        if lease.num_computed_tokens < lease.num_tokens:
+            known = lease.tokens[lease.num_computed_tokens :]
+            require_agreement(known, tokens, lease.num_computed_tokens)
         first = lease.num_cached_tokens
         lease.append(tokens)
         self._release_copy_sources(lease)
-        kind = lease.take_due_checkpoint()
+        due = lease.take_due_checkpoints()
         fills_block = (
             lease.num_computed_tokens // self.block_size > lease.num_cached_tokens // self.block_size
         )
         is_prompt = lease.num_computed_tokens <= lease.prompt_tokens
-        if lease.node is None or not (is_prompt or fills_block or kind is not None):
+        if lease.node is None or not (is_prompt or fills_block or due):
             return NOTHING
         self.tree.publish(lease)
         if self.write_back is not None:
             self.write_back.add_published(lease, first)
-        plan = NOTHING if kind is None else self._checkpoints.leave(lease, kind)
-        return self._with_stores(plan)
+        plans = [self._checkpoints.leave(lease, each.position, each.kind) for each in due]
+        return self._with_stores(together(plans))
+
+    def _require_room(self, lease: Lease, new_tokens: int) -> None:
+        """Raises CacheMisuse if so many tokens were computed without blocks for them."""
+        needed = -(-(lease.num_computed_tokens + new_tokens) // self.block_size)
+        reserved = (
+            lease.table_blocks
+        )  # a window's table may end before it where a loaded prefix needs no more
+        if needed > reserved:
+            room = max(0, reserved * self.block_size - lease.num_computed_tokens)
+            raise CacheMisuse(
+                "commit",
+                f"{new_tokens} tokens, but there are blocks for {room} more: call extend before the forward",
+            )
 
     def take_pending_plan(self) -> Plan:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
@@ -442,7 +566,9 @@ class KVCache:
     def release(self, lease: Lease, reason: ReleaseReason) -> None:
         """Ends a lease: publishes all computed tokens and releases its rows. The working state becomes a checkpoint,
         unless the reason says that it is not the state after these tokens."""
-        assert not lease.ended, "a lease was ended twice"
+        self._require_lease("release", lease)
+        if not isinstance(reason, ReleaseReason):
+            raise CacheMisuse("release", f"the reason is {shown(reason)}, but must be a ReleaseReason")
         if reason is ReleaseReason.PREEMPTED:
             self.counters.preemptions += 1
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
@@ -471,7 +597,7 @@ class KVCache:
 
         Prefixes that other requests share already stay with them; they computed upon them.
         """
-        assert not lease.ended, "a lease was ended twice"
+        self._require_lease("discard", lease)
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
@@ -543,6 +669,8 @@ class KVCache:
 
         Pinned rows are in use, and no request can have them. The pins of a tenant, and all together, are bounded.
         """
+        require_tokens("pin", tokens)
+        require_namespace("pin", namespace)
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
         # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
@@ -608,6 +736,9 @@ class KVCache:
     def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
         and in the tier below, as far as no running request uses them. Pins of them end."""
+        require_tokens("forget", tokens)
+        require_namespace("forget", namespace)
+        require_count("forget", "first", first)
         scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease
@@ -632,6 +763,8 @@ class KVCache:
     def clear(self, namespace: Namespace | None = None) -> int:
         """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Pins end as
         well. Returns the number of blocks that became free."""
+        if namespace is not None:
+            require_namespace("clear", namespace)
         self._release_pins(namespace)
         before = self.pool.free_blocks
         if namespace is None:
@@ -704,7 +837,10 @@ class KVCache:
             for pool in pools.every
             if pool.family is not None
         )
-        return PoolUsage(pools.budget_bytes, pools.owned_bytes, families)
+        counters = self.counters
+        return PoolUsage(
+            pools.budget_bytes, pools.owned_bytes, families, counters.hit_tokens, counters.inside_block_tokens
+        )
 
     def check(self) -> None:
         """Asserts every invariant by recounting: O(blocks + nodes + leases). For tests and idle time."""

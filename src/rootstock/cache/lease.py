@@ -12,7 +12,7 @@ from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.plan import Load, Plan
-from rootstock.cache.radix_node import Checkpoint, CheckpointKind, Node, WindowBlocks
+from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, WindowBlocks
 from rootstock.cache.retention import Claim
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
@@ -150,8 +150,9 @@ class Lease:
 
     @property
     def next_checkpoint_position(self) -> int | None:
-        """The position at which the next checkpoint is left: a chunk of the prefill must end there."""
-        return min(self.checkpoint_positions, default=None)
+        """The position at which a chunk of the prefill must end, because the working state is copied there. None:
+        there is none. Window blocks are still there at the chunk's end."""
+        return None if self.slot == NO_SLOT else min(self.checkpoint_positions, default=None)
 
     @property
     def tokens(self) -> Tokens:
@@ -180,18 +181,14 @@ class Lease:
             self.num_tokens = end
         self.num_computed_tokens = end
 
-    def take_due_checkpoint(self) -> CheckpointKind | None:
-        """Returns the kind of checkpoint to leave at `num_computed_tokens`, or None. Drops that position and all
-        before it."""
-        if not self.checkpoint_positions:
-            return None
-        kind = self.checkpoint_positions.pop(self.num_computed_tokens, None)
-        if self.checkpoint_positions and min(self.checkpoint_positions) < self.num_computed_tokens:
-            ahead = {
-                at: each for at, each in self.checkpoint_positions.items() if at > self.num_computed_tokens
-            }
-            self.checkpoint_positions = ahead
-        return kind
+    def take_due_checkpoints(self) -> list[Boundary]:
+        """Takes out the positions up to `num_computed_tokens`. Returns those at which checkpoints can be left now: a
+        state only at that very position."""
+        if not self.checkpoint_positions or min(self.checkpoint_positions) > self.num_computed_tokens:
+            return []
+        passed = sorted(at for at in self.checkpoint_positions if at <= self.num_computed_tokens)
+        kinds = [Boundary(at, self.checkpoint_positions.pop(at)) for at in passed]
+        return [each for each in kinds if self.slot == NO_SLOT or each.position == self.num_computed_tokens]
 
     def __repr__(self) -> str:
         counts = f"{self.num_cached_tokens} ≤ {self.num_computed_tokens} ≤ {self.num_tokens}"

@@ -64,6 +64,15 @@ class Rows(NamedTuple):
     states: int = 0
 
 
+def refuse_small_budget(families: Sequence[Family], budget_bytes: int, block_size: int) -> None:
+    """Raises BudgetTooSmall if the budget cannot pay for one short request: two blocks of everything, one to compute
+    into and one to copy a shared block from, and a working state."""
+    of_state = sum(family.bytes_per_state for family in families if isinstance(family, RecurrentState))
+    of_block = sum(row_bytes(family, block_size) for family in families) - of_state
+    if budget_bytes < 2 * of_block + of_state:
+        raise BudgetTooSmall(budget_bytes, 2 * of_block + of_state, of_block, of_state)
+
+
 class Pools:
     """The pools of a model. `full` is always there: without a full family its blocks cost nothing.
 
@@ -86,12 +95,8 @@ class Pools:
         states = [f for f in families if isinstance(f, RecurrentState)]
         assert len(full) <= 1, "one family of full attention at most"
         assert len(states) <= 1, "one family of recurrent states at most"
+        refuse_small_budget(families, budget_bytes, block_size)
         costs = [row_bytes(family, block_size) for family in families]
-        # Two blocks of everything, one to compute into and one to copy a shared block from, and a working state.
-        of_state = sum(family.bytes_per_state for family in states)
-        of_block = sum(costs) - of_state
-        if budget_bytes < 2 * of_block + of_state:
-            raise BudgetTooSmall(budget_bytes, 2 * of_block + of_state, of_block, of_state)
         self.budget_bytes = budget_bytes
         self.share = share  # in a budget that several caches share; None: the budget is this cache's alone
         self.block_size = block_size

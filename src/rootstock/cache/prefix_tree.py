@@ -6,19 +6,28 @@ running lease is attached to one node (`Lease.node`), at whose end its published
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank, rank_of
+from rootstock.cache.eviction import (
+    MAX_CHECKPOINTS,
+    EvictionHistory,
+    EvictionPolicy,
+    EvictionQueue,
+    Rank,
+    rank_of,
+)
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
     CHANCE_WHEN_UNASKED,
+    NEAR_TOKENS,
     Checkpoint,
     CheckpointKind,
     HitProtection,
@@ -45,11 +54,15 @@ MAX_EMPTY_ROOTS = 64
 class _UnaskedEntry:
     """A prefix that idle work is about to add, for eviction policies."""
 
-    last_used: float
+    used_at: float
     hits: int = 0
     start: int = 0
     end: int = 0
     worth: float = CHANCE_WHEN_UNASKED
+
+
+# The versions of two trees never meet, so that a match of another cache is out of date and not taken for one's own.
+_FIRST_VERSIONS = itertools.count(0, 1 << 40)
 
 
 class PrefixTree:
@@ -68,7 +81,7 @@ class PrefixTree:
         self.pool: BlockPool = pools.full.pool
         self.block_size = pools.block_size
         self.counters = counters
-        self.version = 0  # changes with the tree: a match is valid only for its version
+        self.version = next(_FIRST_VERSIONS)  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
         self._private_roots: dict[Namespace, dict[Root, None]] = {}  # never an empty inner one
         # Roots that became empty, the last one at the end. Some of them may be in use again.
@@ -168,18 +181,21 @@ class PrefixTree:
             self._observe_reuse(now - node.last_used)
         lease.node = node
         self._join(node, lease)
-        for step in node.path():
+        step: Node | None = node
+        while step is not None:  # as `path`, which costs more than these lines
             step.ref_count += 1
-            step.hits += not lease.is_idle
             step.last_used = now
             step.passed_by = False
             if not lease.is_idle:
+                step.hits += 1
                 if step.unasked:
                     self.counters.idle_hit_tokens += step.end - step.start
                     self._asked(step)
-                self._used_by(step, lease)
+                if step.session != lease.session or step.grant is not None:
+                    self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
+            step = step.parent
         turn = node.checkpoints.get(node.end)
         if turn is not None and turn.kind is CheckpointKind.USER:
             self._pass_by(node)
@@ -215,7 +231,6 @@ class PrefixTree:
 
     def _used_by(self, node: Node, lease: Lease) -> None:
         """Notes a use of a node: it is no private part of another session, and it is not demoted any more."""
-        # One call: it runs for each node on a request's path.
         if node.session != lease.session:
             node.session = 0
         if node.grant is not None and not node.grant.is_charged:
@@ -266,9 +281,11 @@ class PrefixTree:
         now = self._clock()
         self._leave(node, lease)
         lease.own_leaf = None
-        for step in node.path():
+        step: Node | None = node
+        while step is not None:  # as `path`, which costs more than these lines
             step.ref_count -= 1
             step.last_used = now
+            step = step.parent
         self._forget_if_empty(node)
         lease.node = None
         if lease.replaced:
@@ -295,6 +312,8 @@ class PrefixTree:
         upper = split(node, position, self.pool, self.block_size)
         if upper.grant is not None:
             self.ledger.divided(upper)
+        if node.queue_ticket:
+            self.queue.put(node)  # the checkpoint at its end may be the upper half's now
         return upper
 
     # -------------------------------------------------------------------------------------- publishing
@@ -315,6 +334,11 @@ class PrefixTree:
         if node is not came_from:
             self._move(lease, came_from, node)
         lease.num_cached_tokens = end
+        if not self.pools.resume_anywhere:
+            # The checkpoints of a request that runs long count as used now, as the one that it leaves next.
+            now = self._clock()
+            for step in node.path():
+                step.last_used = now
 
     def _enter_private_root(self, lease: Lease, node: Node) -> Root:
         """References the root of the lease's tails below the end of a public head."""
@@ -562,6 +586,10 @@ class PrefixTree:
         if self.pools.states is not None:
             self.pools.states.pool.hold(self.pools.slot_rows(checkpoint.slot))
         node.checkpoints[checkpoint.position] = checkpoint
+        if node.evicted_checkpoints:
+            node.evicted_checkpoints = tuple(
+                at for at in node.evicted_checkpoints if at != checkpoint.position
+            )
         grant, checkpoint.grant = checkpoint.grant, None
         if grant is not None:
             self.ledger.set(checkpoint, grant, checkpoint.size_bytes)
@@ -570,8 +598,7 @@ class PrefixTree:
         for other in _neighbours(checkpoint):
             if other.grant is not None and other.is_spent:
                 self.ledger.clear(other, other.size_bytes)
-            if other.queue_ticket:
-                self.checkpoints.put(other)  # passed by this one, or saving only the prefill between them
+            self._rank_again(other)  # passed by this one, or saving only the prefill between them
         if node.queue_ticket:
             self.queue.put(node)  # it may be worth more now
 
@@ -594,6 +621,26 @@ class PrefixTree:
             self.pools.states.pool.unhold(self.pools.slot_rows(checkpoint.slot))
         if node.queue_ticket:
             self.queue.put(node)  # its rank may have fallen
+
+    def _rank_again(self, checkpoint: Checkpoint) -> None:
+        """Queues a checkpoint again whose rank may have fallen, and with it that of the leaf that ends there."""
+        node = checkpoint.node
+        assert node is not None
+        if checkpoint.queue_ticket:
+            self.checkpoints.put(checkpoint)
+        if node.queue_ticket:
+            self.queue.put(node)
+
+    def note_boundaries(self, node: Node, positions: Iterable[int]) -> None:
+        """Notes on the checkpoints of a path which of them are boundaries of the last request: its conversation
+        resumes at no other of the marks and user turns."""
+        near = {position - before for position in positions for before in range(NEAR_TOKENS)}
+        for step in node.path():
+            for position, checkpoint in step.checkpoints.items():
+                if checkpoint.is_boundary != (position in near):
+                    checkpoint.is_boundary = position in near
+                    if checkpoint.queue_ticket:
+                        self.checkpoints.put(checkpoint)  # its rank may have fallen
 
     def reference(self, checkpoint: Checkpoint) -> None:
         """Keeps a checkpoint from eviction while a lease resumes from it, until that has computed something."""
@@ -676,7 +723,7 @@ class PrefixTree:
 
     def unasked_rank(self) -> Rank:
         """Returns the rank that idle work gives to the prefix that it adds now."""
-        return False, False, 0, 0, self._policy.rank(_UnaskedEntry(self._clock()))
+        return False, False, 0, 0, True, self._policy.rank(_UnaskedEntry(self._clock()))
 
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks
@@ -700,22 +747,45 @@ class PrefixTree:
             ):
                 return True
         if is_ours:
-            self._evict_first(by_leaf, missing_blocks, missing_bytes)
+            self._evict_first(by_leaf, missing_blocks, missing_bytes, below)
         return is_ours
 
-    def _evict_first(self, by_leaf: bool, missing_blocks: int, missing_bytes: int) -> None:
-        """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint."""
+    def _evict_first(
+        self, by_leaf: bool, missing_blocks: int, missing_bytes: int, below: Rank | None = None
+    ) -> None:
+        """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint.
+
+        Where blocks are missing, only leaves help. Further ones that rank below `below` go in the same call, because
+        one release of many blocks costs as much as one of few.
+        """
         self.version += 1
         if by_leaf:
             full = self.pools.full
-            by_bytes = -(-missing_bytes // full.row_bytes) if full.row_bytes else 0
-            self._trim(self.queue.pop(), max(1, missing_blocks, by_bytes))
+            wanted = max(1, missing_blocks, -(-missing_bytes // full.row_bytes) if full.row_bytes else 0)
+            gone: list[BlockIds] = []
+            is_first = True
+            while is_first or self._may_follow(missing_blocks, below):
+                is_first = False
+                evicted = self._trim(self.queue.pop(), wanted)
+                wanted, missing_blocks = max(1, wanted - len(evicted)), missing_blocks - len(evicted)
+                gone.append(evicted)
+            self.pool.unhold(gone[0] if len(gone) == 1 else np.concatenate(gone))
             return
         chosen = self.checkpoints.pop()
         if self.write_back is not None:
             self.write_back.add_checkpoint(chosen)
+        node = chosen.node
+        assert node is not None
+        node.evicted_checkpoints = (*node.evicted_checkpoints, chosen.position)[-MAX_CHECKPOINTS:]
         self.drop(chosen)
         self.counters.checkpoints_evicted += 1
+
+    def _may_follow(self, missing_blocks: int, below: Rank | None) -> bool:
+        """Returns whether another leaf is to be evicted after one, for blocks that are still missing."""
+        if missing_blocks <= 0:
+            return False
+        rank = self.queue.peek()
+        return rank is not None and (below is None or rank < below)
 
     # ------------------------------------------------------------------- for the caches of a shared budget
 
@@ -752,7 +822,7 @@ class PrefixTree:
         return None if checkpoint is None else (checkpoint, False)
 
     def _value(self, rank: Rank) -> Value:
-        return *rank[:4], self._policy.log_value(rank[4], self._clock())
+        return *rank[:5], self._policy.log_value(rank[5], self._clock())
 
     # ------------------------------------------------------------------------------------------ clearing
 
@@ -785,8 +855,10 @@ class PrefixTree:
             self.evicted.forget_below(node)
         self._forget_if_empty(root)
 
-    def _trim(self, leaf: Node, blocks: int) -> None:
+    def _trim(self, leaf: Node, blocks: int) -> BlockIds:
         """Evicts the last `blocks` blocks of a leaf, or all of it if it has no more than that.
+
+        Returns the blocks that the caller releases. No two calls return the same block.
 
         The tail goes rather than the leaf: the rest is still a prefix that a later request may ask for. Blocks behind
         the last checkpoint go before that checkpoint, and a checkpoint goes with the K/V before it.
@@ -800,7 +872,7 @@ class PrefixTree:
         if kept > 0:
             self._write_back(leaf, end)
             gone = leaf.blocks[kept:]
-            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :], was_retained)
+            self._remember_evicted(leaf, end, leaf, was_retained)
             self._drop_checkpoints(leaf, end)
             self._drop_private_roots(leaf)
             leaf.blocks = leaf.blocks[:kept].copy()
@@ -813,18 +885,17 @@ class PrefixTree:
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
             self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
-            self.pool.unhold(gone)
             self.counters.evicted_blocks += len(gone)
             self.queue.put(leaf)
-            return
+            return gone
         assert leaf.parent is not None
         self._write_back(leaf, leaf.start)
-        self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
+        self._remember_evicted(leaf.parent, leaf.start, leaf, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
         self.counters.idle_evicted_tokens += leaf.unasked * (leaf.end - leaf.start)
         self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
-        self._remove(leaf)
+        return self._unlink(leaf)
 
     def _write_back(self, leaf: Node, after: int) -> None:
         """Queues the rows of the leaf beyond position `after` for the tier below, before they are evicted. A block
@@ -836,7 +907,14 @@ class PrefixTree:
                     self.write_back.add_checkpoint(checkpoint)
 
     def _remove(self, leaf: Node) -> None:
-        """Takes an unreferenced leaf, which is not queued any more, out of the tree."""
+        """Takes an unreferenced leaf, which is not queued any more, out of the tree, and releases its blocks."""
+        self.pool.unhold(self._unlink(leaf))
+
+    def _unlink(self, leaf: Node) -> BlockIds:
+        """Takes an unreferenced leaf, which is not queued any more, out of the tree.
+
+        Returns the blocks that the caller releases.
+        """
         parent = leaf.parent
         assert parent is not None
         assert leaf.is_leaf
@@ -852,12 +930,21 @@ class PrefixTree:
             protection.nodes.remove(leaf)
         leaf.protections.clear()
         leaf.parent = None
-        self.pool.unhold(leaf.blocks)
+        if len(parent.children) < 2 and not self.pools.resume_anywhere:
+            # A leaf, or a chain: the last checkpoint there may be passed now.
+            above = parent.checkpoint_up_to(parent.end)
+            if above is not None:
+                self._rank_again(above)
+        blocks = leaf.blocks
+        if leaf.start % self.block_size:  # the node above may hold the first one as well
+            self.pool.unhold(blocks[:1])
+            blocks = blocks[1:]
         # An object that still points at the node must not keep its arrays alive.
         leaf.tokens, leaf.blocks, leaf.windows = NO_TOKENS, NO_BLOCKS, []
         head = parent.parent if isinstance(parent, Root) else None  # a leaf too, if that was its last tail
         self._forget_if_empty(parent)
         self._queue_if_evictable(parent if head is None else head)
+        return blocks
 
     def _drop_checkpoints(self, node: Node, after: int) -> None:
         """Drops the node's checkpoints behind position `after`."""
@@ -871,10 +958,17 @@ class PrefixTree:
         if node.ref_count == 0 and not isinstance(node, Root) and node.is_leaf:
             self.queue.put(node)
 
-    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens, was_retained: bool) -> None:
-        """Adds `tokens`, the tail of `leaf`, to the history below `node`, with the runs that followed the leaf."""
-        deeper = self.evicted.take_below(leaf)
-        for forgotten in self.evicted.remember(node, tokens, deeper, was_retained):
+    def _remember_evicted(self, node: Node, end: int, leaf: Node, was_retained: bool) -> None:
+        """Adds the tail of `leaf` from position `end` on to the history below `node`, with its checkpoints and the
+        runs that followed the leaf."""
+        positions = sorted({*leaf.evicted_checkpoints, *leaf.checkpoints})
+        checkpoints = tuple(at for at in positions if at > end)
+        leaf.evicted_checkpoints = tuple(at for at in leaf.evicted_checkpoints if at <= end)
+        deeper, below = self.evicted.take_below(leaf)
+        forgotten_below = self.evicted.remember(
+            node, leaf.tokens[end - leaf.start :], deeper, (*checkpoints, *below), was_retained
+        )
+        for forgotten in forgotten_below:
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
@@ -962,17 +1056,13 @@ def _namespace_of(node: Node) -> Namespace:
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """Yields the checkpoints that are worth less with this one: the next shallower, on its node or the one above, and
-    the next deeper, on its node or right below."""
+    """Yields the checkpoints that are worth less with this one: the next shallower on its path, and the next deeper,
+    on its node or right below."""
     node, position = checkpoint.node, checkpoint.position
     assert node is not None
-    shallower = [p for p in node.checkpoints if p < position]
-    if shallower:
-        yield node.checkpoints[max(shallower)]
-    else:
-        above = node.parent.parent if isinstance(node.parent, Root) else node.parent
-        if above is not None and above.checkpoints:
-            yield above.checkpoints[max(above.checkpoints)]
+    shallower = checkpoint.previous
+    if shallower is not None:
+        yield shallower
     deeper = [p for p in node.checkpoints if p > position]
     if deeper:
         yield node.checkpoints[min(deeper)]

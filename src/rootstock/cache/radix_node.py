@@ -56,7 +56,13 @@ CHANCE = {
 
 # Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
 RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
-CHANCE_WHEN_PASSED = 1 / 16
+# Kinds at which other conversations branch off, however far this one has gone.
+RESUMED_BY_OTHERS = frozenset({CheckpointKind.SYSTEM, CheckpointKind.DIVERGENCE})
+CHANCE_WHEN_SPENT = 1 / 16
+
+# Of two positions nearer than this only the first gets a checkpoint, which serves both: recomputing the tokens
+# between costs less than a state.
+NEAR_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class Node:
     grant: Grant | None = None  # its retention
     grant_ticket: int = 0
     session: int = 0  # the only one whose requests have used it; 0: there were others
+    evicted_checkpoints: tuple[int, ...] = ()  # positions on it whose checkpoints were evicted, for `explain`
 
     def __post_init__(self) -> None:
         self.end = self.start + len(self.tokens)
@@ -129,7 +136,7 @@ class Node:
         which no request resumes, are not."""
         if self.grant is None or not self.grant.ttl_s:
             return False
-        return self.resume_anywhere or self.end in self.checkpoints
+        return self.resume_anywhere or self.end_checkpoint is not None
 
     @property
     def is_root(self) -> bool:
@@ -147,6 +154,12 @@ class Node:
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
+    def end_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint at its end, or so near to it that the tokens behind take hardly any memory."""
+        last = self.deepest_checkpoint
+        return None if last is None or self.end - last.position >= NEAR_TOKENS else last
+
+    @property
     def worth(self) -> float:
         """Saving of a leaf's last block per byte, for eviction policies: 1 for plain blocks.
 
@@ -155,8 +168,16 @@ class Node:
         """
         if self.resume_anywhere:
             return CHANCE_WHEN_UNASKED if self.unasked else 1.0
-        last = self.deepest_checkpoint
-        return USELESS if last is None or last.position != self.end else last.worth
+        last = self.end_checkpoint
+        return USELESS if last is None else last.worth
+
+    @property
+    def is_spent(self) -> bool:
+        """True if hardly any request resumes at its end: no checkpoint is there, or a spent one."""
+        if self.resume_anywhere:
+            return False
+        last = self.end_checkpoint
+        return last is None or last.is_spent
 
     def checkpoint_up_to(self, position: int) -> Checkpoint | None:
         """Returns the deepest checkpoint on the path to here that lies at `position` or before."""
@@ -225,6 +246,7 @@ class Checkpoint:
     queue_ticket: int = 0
     grant: Grant | None = None  # its retention
     grant_ticket: int = 0
+    is_boundary: bool = True  # of the last request with boundaries that passed it
 
     @property
     def previous(self) -> Checkpoint | None:
@@ -257,8 +279,11 @@ class Checkpoint:
 
     @property
     def used_at(self) -> float:
-        """The last use of the prefix that it ends: requests that resume from a deeper one use it as well."""
-        return self.last_used if self.node is None else max(self.last_used, self.node.last_used)
+        """The last use of the prefix that it ends: requests that resume from a deeper one use it as well. They do
+        not use a spent one."""
+        if self.node is None or self.is_spent:
+            return self.last_used
+        return max(self.last_used, self.node.last_used)
 
     @property
     def is_retained(self) -> bool:
@@ -266,8 +291,17 @@ class Checkpoint:
 
     @property
     def is_spent(self) -> bool:
-        """True if the conversation that left it has gone on: hardly any request resumes there."""
-        return self.kind in RESUMED_ONCE and self.is_passed
+        """True if hardly any request resumes there: its conversation has gone on, and there was no other one.
+
+        A conversation goes on from its newest checkpoint, or from a boundary of its last request: the end of the last
+        user turn, or a mark that the client still sends. Two resumptions show that a prefix is used by others too.
+        """
+        assert self.node is not None
+        if self.node.passed_by:
+            return True
+        if self.kind in RESUMED_BY_OTHERS or self.hits > 1:
+            return False
+        return (self.kind in RESUMED_ONCE or not self.is_boundary) and self.is_passed
 
     @property
     def is_passed(self) -> bool:
@@ -291,15 +325,13 @@ class Checkpoint:
         """
         assert self.node is not None
         chance = CHANCE[self.kind]
-        if self.node.passed_by:
-            chance *= CHANCE_WHEN_PASSED
+        if self.is_spent:
+            chance *= CHANCE_WHEN_SPENT
         if self.node.unasked:
             chance *= CHANCE_WHEN_UNASKED
         saved, cost = self.position - self.start, self.cost_tokens
         if self.kind not in RESUMED_ONCE:
             chance *= 1 + min(self.hits, 7)
-        elif self.is_passed:
-            chance *= CHANCE_WHEN_PASSED
         if self.node.is_leaf and self.position >= max(self.node.checkpoints, default=0):
             cost += saved
         return chance * saved / cost
@@ -405,6 +437,8 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     upper.passed_by = node.passed_by
     upper.unasked = node.unasked
     upper.grant, upper.session = node.grant, node.session
+    upper.evicted_checkpoints = tuple(at for at in node.evicted_checkpoints if at <= position)
+    node.evicted_checkpoints = tuple(at for at in node.evicted_checkpoints if at > position)
     upper.ref_count = node.ref_count
     for protection in node.protections:
         protection.add(upper)

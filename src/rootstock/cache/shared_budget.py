@@ -16,7 +16,7 @@ from rootstock.cache.tenants import Tenants
 
 # Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
 # logarithm of the seconds that a byte saves.
-Value = tuple[bool, bool, int, int, float]
+Value = tuple[bool, bool, int, int, bool, float]
 # Orders retained entries within a tenant's share: the level, then the logarithm of the seconds that a byte saves.
 Standing = tuple[Level, float]
 _LEAST_PRICE = 1e-30
@@ -242,7 +242,7 @@ class BudgetShare:
 
     def valued(self, value: Value) -> Value:
         """Returns a value at this cache's price, comparable with those of the other caches."""
-        return *value[:4], value[4] + self.log_price
+        return *value[:5], value[5] + self.log_price
 
     def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:
         """Makes one step towards so many free bytes in the cache whose next entry is worth the least.

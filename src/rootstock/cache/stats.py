@@ -10,6 +10,9 @@ class Counters:
     admissions: int = 0
     asked_tokens: int = 0  # of admitted prompts; asked = hit + missed
     hit_tokens: int = 0
+    inside_block_tokens: int = (
+        0  # of those hit, behind the last whole block: a cache of whole blocks misses them
+    )
     missed_tokens: int = 0
     copied_blocks: int = 0  # copy-on-write of a shared part of a block
     duplicate_blocks: int = 0  # computed twice and returned to the pool
@@ -57,6 +60,8 @@ class PoolUsage:
     budget_bytes: int
     used_bytes: int  # of rows that are not free
     families: tuple[FamilyStats, ...]
+    hit_tokens: int  # counted since the start, as the next one
+    inside_block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class CacheStats:
     admissions: int
     asked_tokens: int
     hit_tokens: int
+    inside_block_tokens: int
     missed_tokens: int
     copied_blocks: int
     duplicate_blocks: int

@@ -14,26 +14,28 @@ class Tenants:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, float] = OrderedDict()
-        self._salts: OrderedDict[str, None] = OrderedDict()  # of requests with hints
+        self._salts: OrderedDict[str, float] = OrderedDict()  # of requests with hints
         self._others: OrderedDict[str, float] = OrderedDict()  # salts of requests without hints
 
     def note(self, tenant: str | None, salt: str, now: float) -> None:
         if tenant is None:
             if salt not in self._salts:
-                self._others[salt] = now
-                self._others.move_to_end(salt)
+                _note(self._others, salt, now)
         else:
-            self._seen[tenant] = now
-            self._seen.move_to_end(tenant)
-            self._salts[salt] = None
-            self._salts.move_to_end(salt)
+            _note(self._seen, tenant, now)
+            _note(self._salts, salt, now)
             self._others.pop(salt, None)
-        for known in (self._seen, self._salts, self._others):
-            while len(known) > MAX_TENANTS:
-                known.popitem(last=False)
 
     def count(self, now: float) -> int:
         for known in (self._seen, self._others):
             while known and next(iter(known.values())) < now - ACTIVE_S:
                 known.popitem(last=False)
         return max(1, len(self._seen) + bool(self._others))
+
+
+def _note(known: OrderedDict[str, float], name: str, now: float) -> None:
+    """Makes a name the latest of the known ones."""
+    known[name] = now
+    known.move_to_end(name)
+    if len(known) > MAX_TENANTS:
+        known.popitem(last=False)

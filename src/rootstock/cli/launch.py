@@ -98,6 +98,8 @@ def _codex(served: Served) -> Settings:
         "model_provider": _toml("rootstock"),
         "model_providers.rootstock": f"{{ {table} }}",
         "model": _toml(served.model),
+        # The tool adds images to the conversation, which no model of this server sees.
+        "features.view_image": "false",
     }
     if served.context_tokens is not None:
         values["model_context_window"] = _toml(served.context_tokens)

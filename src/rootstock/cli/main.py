@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +44,7 @@ from rootstock.logs import announce, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
-from rootstock.runtime.select import leave_out_torch, load_embedder, load_model
+from rootstock.runtime.select import leave_out_torch
 from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
@@ -180,6 +181,7 @@ def serve(
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
+    media: options.Media = _SERVER.media,
     metrics_tenants: options.MetricsTenants = _SERVER.metrics_tenants,
     traces: options.Traces = _SERVER.traces,
     log_format: options.LogFormat = _SERVER.log_format,
@@ -265,6 +267,7 @@ def serve(
         drain_timeout_s=parse_seconds(drain_timeout, "--drain-timeout"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
+        media=media,
         metrics_tenants=metrics_tenants,
         traces=traces,
         log_format=log_format,
@@ -273,9 +276,7 @@ def serve(
         dashboard=dashboard,
         show_prompts=show_prompts,
     )
-    template = None
-    if chat_template is not None:
-        template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
+    template = _template(chat_template)
     if models_file is None and not more_models:
         if alias is None:
             server_config = replace(server_config, aliases=(ANY_NAME,))
@@ -343,7 +344,7 @@ def run_server(
         print(ready_line(made, url_of(start.listener), cache.block_size), flush=True)
         start.warm_up(web)
 
-    with made.engine:
+    with closing(web.state.responses), made.engine:
         serve(
             web,
             made.engine,
@@ -371,13 +372,22 @@ def check_model(
     quantize: options.Quantize = _MODEL.quantize,
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = _MODEL.trust_remote_code,
+    context_limit: options.ContextLimit = None,
+    chat_template: options.ChatTemplate = None,
+    adapter: options.Adapter = None,
+    tool_parser: options.ToolParser = _SERVER.tool_parser,
+    kv_budget: options.KVBudget = "auto",
     memory_check: options.MemoryCheck = _MODEL.memory_check,
+    kv_dtype: options.KVDtype = _MODEL.kv_dtype,
+    state_dtype: options.StateDtype = _MODEL.state_dtype,
     block_size: options.BlockSize = _CACHE.block_size,
 ) -> None:
-    """Load a model, compare it with its own forward, and describe it.
+    """Load a model as serve does, compare it with its own forward, describe it, and let it answer once.
 
     Exit status 2: Rootstock can't serve it."""
     log_warnings()
+    from rootstock.cli.model_check import try_model
+
     config = ModelConfig(
         model,
         device,
@@ -385,22 +395,20 @@ def check_model(
         None,
         trust_remote_code,
         threads,
-        quantize=quantize,
+        state_dtype,
+        quantize,
+        kv_dtype,
         memory_check=memory_check,
+        adapters=tuple(map(parse_adapter, adapter or ())),
         runtime=runtime,
     )
-    CacheConfig(block_size)  # refuses an invalid block size
-
-    with LoadProgress() as progress:
-        directory = locate(model, with_code=trust_remote_code, progress=progress)
-
-        from rootstock.server.model_card import table_of, table_of_embedder
-
-        if is_embedding_model(directory):
-            rows = table_of_embedder(load_embedder(config, directory).description)
-        else:
-            leave_out_torch((config,))
-            rows = table_of(load_model(config, progress, directory=directory).description, block_size)
+    rows = try_model(
+        config,
+        CacheConfig(block_size, _budget_bytes(kv_budget)),
+        EngineConfig(context_limit=context_limit),
+        _template(chat_template),
+        tool_parser,
+    )
     for name, value in rows:
         print(f"{name:<14}  {value}")
 
@@ -507,6 +515,10 @@ def bench(
 
 
 app.command(cls=options.Command)(launch)
+
+
+def _template(path: Path | None) -> str | None:
+    return None if path is None else read_bounded("--chat-template", path, MAX_TEMPLATE_BYTES)
 
 
 def _budget_bytes(kv_budget: str) -> int | None:

@@ -147,6 +147,7 @@ _OPTIONS: dict[str, Change] = {
     "chat-template": lambda made, text: replace(made, chat_template=_template(text)),
     "context-limit": lambda made, text: replace(made, context_limit=_context_limit(text)),
     "tool-parser": lambda made, text: replace(made, tool_parser=text),
+    "media": lambda made, text: replace(made, media=text),
     "kv-budget": lambda made, text: replace(made, kv_budget_bytes=parse_bytes(text, "kv-budget")),
     "kv-share": lambda made, text: replace(made, kv_share=_share(text)),
     "load": lambda made, text: replace(made, load=text),

@@ -578,7 +578,7 @@ AllowedHosts = Annotated[
         SERVER,
         "--allowed-hosts",
         "Host names of this server, comma-separated. *: any.",
-        show_default="localhost and IP addresses if --host is a loopback address, else any",
+        show_default="local names and IP addresses if --host is a loopback address or there is no key, else any",
     ),
 ]
 ParseSpecialTokens = Annotated[
@@ -617,6 +617,15 @@ DropVolatile = Annotated[
         "--drop-volatile/--no-drop-volatile",
         "Drop lines of known clients that change the head of every prompt, such as Claude Code's billing header. "
         "--no-drop-volatile: Keep them.",
+    ),
+]
+Media = Annotated[
+    str,
+    option(
+        SERVER,
+        "--media",
+        "Images, audio, video and files in messages, which no model here reads. mention: A line of text in the "
+        "prompt says that there was one. refuse: The request gets status 400.",
     ),
 ]
 

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,7 +206,10 @@ def serve_models(
         from rootstock.server.models import ModelRegistry
 
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
-        registry = ModelRegistry.of_several(models, load, server, engine, budget)
+        generating = sum(one.task != "embed" for one in models)
+        registry = ModelRegistry.of_several(
+            models, load, server, engine, budget, lambda one: _tier_of(one, tier, generating).disk_dir
+        )
         web = create_app(registry, server, start.drain, start.keys, start.tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
@@ -221,7 +224,7 @@ def serve_models(
         print(ready, flush=True)
         start.warm_up(web)
 
-    with registry:
+    with closing(web.state.responses), registry:
         serve(
             web,
             registry,

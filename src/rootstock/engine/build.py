@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rootstock.cache import KVCache
+from rootstock.cache.pools import refuse_small_budget
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
@@ -16,8 +17,10 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
+from rootstock.errors import ModelUnsupported
 from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import check_configs, locate, weight_files
 from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
@@ -86,6 +89,7 @@ def _assembled(
     watch: MemoryWatch | None,
 ) -> Assembly:
     described = runtime.description
+    refuse_small_budget(described.families, budget, cache.block_size)  # with the names of the command line
     rows = None if described.memory == "host" else divided_rows(described.families, budget, cache.block_size)
     kv = KVCache(
         described.families,
@@ -142,6 +146,9 @@ def build_engine(
     directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
     # Reports broken files before the runtime's library is imported, and a missing tokenizer before minutes of loading
     # weights.
+    if is_embedding_model(directory):
+        reason = "it makes embeddings and no text: 'rootstock serve' answers /v1/embeddings with it"
+        raise ModelUnsupported(model.model, reason)
     check_configs(model.model, directory)
     weight_files(model.model, directory)
     check_architecture(model, directory)
@@ -152,6 +159,8 @@ def build_engine(
         context_limit=None if engine is None else engine.context_limit,
         adapter_weights=_adapter_weights(model),
         memory_limit=_memory_limit(model, engine),
+        kv_budget=_budget_bytes(cache, shared),
+        block_size=(cache or CacheConfig()).block_size,
     )
     runtime = load_model(model, report, demands, directory=directory)
     beside = adapter_bytes(runtime.description, demands.adapter_weights)
@@ -159,8 +168,6 @@ def build_engine(
         assemble(runtime, tokenizer, cache, engine, tier, shared, beside_bytes=beside),
         serves_chat=tokenizer.has_chat_template,
     )
-    if made.engine.constraints is not None:
-        made.engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
     for adapter in model.adapters:
         made.engine.load_adapter(adapter.name, adapter.path)
     leave_to_engine_thread(model)
@@ -180,6 +187,13 @@ def _adapter_weights(model: ModelConfig) -> int:
     """
     by_path = {Path(adapter.path).expanduser().resolve(): adapter for adapter in model.adapters}
     return sum(count_weights(adapter.name, adapter.path) for adapter in by_path.values())
+
+
+def _budget_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int | None:
+    """Returns the bytes that the cache has at most; None: it takes a share of the memory that is left."""
+    if cache is not None and cache.budget_bytes is not None:
+        return cache.budget_bytes
+    return None if shared is None else shared.budget_bytes
 
 
 def _pool_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int:

@@ -74,6 +74,8 @@ def _cause(told: Explanation, cached_tokens: int, scored: bool) -> tuple[Cause, 
     if cached_tokens > told.matched_tokens:  # loaded
         return "none", None, 0
     match told.cap:
+        case "no_checkpoint" if told.evicted_checkpoint is not None:
+            return "evicted", told.matched_tokens, told.evicted_checkpoint - told.matched_tokens
         case "no_checkpoint":
             return "no_checkpoint", told.matched_tokens, max(0, told.found_tokens - told.matched_tokens)
         case "evicted":

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import replace
@@ -33,6 +33,7 @@ from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
 from rootstock.engine.activity import Activity, LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
+from rootstock.engine.clearing import Clearing, ModelNamespaces
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
@@ -66,7 +67,15 @@ from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.engine.transfer import BundleImport, Imported, PrefixExport, Transfer
-from rootstock.errors import AdapterNotLoaded, BundleRefused, ClearUnderWay, EngineStopped, IdleWorkOff
+from rootstock.errors import (
+    AdapterNotLoaded,
+    BundleRefused,
+    CacheMisuse,
+    ClearFailed,
+    ClearUnderWay,
+    EngineStopped,
+    IdleWorkOff,
+)
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import ModelDescription, Runtime
 
@@ -273,9 +282,10 @@ class Engine:
         """Returns the cache namespace of requests with this salt, and of a LoRA adapter by its fingerprint."""
         return replace(self._namespace, salt=salt, adapter=adapter)
 
-    def _namespaces(self, salt: str) -> list[Namespace]:
-        """Returns the namespaces of a salt: of the base model, and of each adapter."""
-        return [self.namespace(salt, adapter) for adapter in ("", *self.adapters.known)]
+    @property
+    def namespaces(self) -> ModelNamespaces:
+        """The namespaces of the base model, and of each adapter since the start."""
+        return ModelNamespaces.known(self._namespace, self.adapters.known)
 
     def load_adapter(self, name: str, path: str | Path) -> NamedAdapter:
         """Loads a LoRA adapter, and checks it between two steps. Requests may name its fingerprint afterwards.
@@ -453,7 +463,7 @@ class Engine:
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
         """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
-        namespaces: list[Namespace | None] = [None] if salt is None else [*self._namespaces(salt)]
+        namespaces: list[Namespace | None] = [None] if salt is None else [*self.namespaces.of_salt(salt)]
         found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
         return sorted(found, key=lambda span: -span.recomputed_tokens)
 
@@ -551,9 +561,9 @@ class Engine:
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 
-        With a salt, drops those of one tenant only. Raises ClearUnderWay.
+        With a salt, drops those of one tenant only. Raises the errors of `clear`.
         """
-        return self._clear(() if salt is None else self._namespaces(salt))
+        return self.clear(Clearing(salt))
 
     def limit_retained(self, limits: RetainedLimits) -> None:
         """Sets how many bytes hints and pins of tenants may keep. Does not wait."""
@@ -562,48 +572,58 @@ class Engine:
         else:
             self._run_soon(lambda: self._cache.limit_retained(limits))
 
-    def clear_public_heads(self) -> Cleared:
-        """Drops the public heads that no running request uses, and in memory the tails of all tenants behind them.
+    def clear(self, clearing: Clearing) -> Cleared:
+        """Drops cached prefixes that no running request uses.
 
-        Raises ClearUnderWay.
+        In memory, the tails of all tenants behind a public head go with it.
+
+        Raises ClearUnderWay, EngineStopped, and ClearFailed if records may remain on the disk.
         """
-        return self._clear([Scope(namespace).public for namespace in self._namespaces("")])
-
-    def _clear(self, namespaces: Collection[Namespace]) -> Cleared:
-        """Clears these namespaces, or all without any."""
+        namespaces = clearing.namespaces(self.namespaces)
+        connector = self.tier_connector if clearing.disk else None
+        kept: list[bool] = []
 
         def clear() -> Cleared:
-            self.idle_work.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
             blocks, later = 0, False
             for namespace in namespaces or (None,):
-                if self.idle_prefills is not None:
-                    self.idle_prefills.clear(namespace)
-                if self.returns is not None:
-                    self.returns.clear(namespace)
-                blocks += self._cache.clear(namespace)
-                if self.proposer is not None:
-                    self.proposer.forget(namespace)
-                if self.tier_connector is not None and namespace is not None:
-                    self.tier_connector.forget(namespace)
-                elif self.tier_connector is not None:
-                    later = not self.tier_connector.clear()
+                if clearing.memory:
+                    blocks += self._clear_memory(namespace)
+                if connector is not None and namespace is not None:
+                    connector.forget(namespace)
+                elif connector is not None:
+                    later = not connector.clear()
+                    kept.append(connector.clear_failed)
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
-        if self.tier_connector is None or not namespaces:
-            return self.call(clear)
-        if not self._clearing.acquire(blocking=False):
-            raise ClearUnderWay()
-        try:
+        if connector is None or not namespaces:
             cleared = self.call(clear)
-            # On the caller's thread: the disk must not delay other tenants' requests.
-            for namespace in namespaces:
-                self.tier_connector.clear_below(namespace)
-            # Stores that ended in between have added records to the index.
-            self.call(clear)
-        finally:
-            self._clearing.release()
+        else:
+            if not self._clearing.acquire(blocking=False):
+                raise ClearUnderWay()
+            try:
+                cleared = self.call(clear)
+                # On the caller's thread: the disk must not delay other tenants' requests.
+                kept += [not connector.clear_below(namespace) for namespace in namespaces]
+                # Stores that ended in between have added records to the index.
+                self.call(clear)
+            finally:
+                self._clearing.release()
+        if any(kept):
+            raise ClearFailed("the disk failed, or could not be opened at the start")
         return cleared
+
+    def _clear_memory(self, namespace: Namespace | None) -> int:
+        """Clears a namespace, or all. Returns the number of blocks that became free. For the engine's thread."""
+        self.idle_work.pause()  # its leases protect cached rows
+        if self.idle_prefills is not None:
+            self.idle_prefills.clear(namespace)
+        if self.returns is not None:
+            self.returns.clear(namespace)
+        blocks = self._cache.clear(namespace)
+        if self.proposer is not None:
+            self.proposer.forget(namespace)
+        return blocks
 
     def health(self) -> Health:
         """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
@@ -630,7 +650,7 @@ class Engine:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if isinstance(error, AssertionError):  # our own structures may be half changed
+                if isinstance(error, AssertionError | CacheMisuse):  # our own structures may be half changed
                     raise
 
         self._run_soon(run)
@@ -669,6 +689,8 @@ class Engine:
                 self._close_idle_work()
             finally:
                 self._masks.close()
+                if self.constraints is not None:
+                    self.constraints.close()
                 self._close_tiers(flush=is_sound)
 
     def work_idly(self) -> bool:

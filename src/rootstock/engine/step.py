@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from rootstock.cache import KVCache
@@ -135,6 +136,7 @@ class StepRunner:
         """Runs one step. The scheduler has work."""
         began = self._clock()
         self._idle_work.pause()
+        self._cache.compare_diverged()  # of the last step, whose events have left
         if self._tier_connector is not None and self._loads is not None:
             self._tier_connector.follow()
             self._loads.requeue_overdue()
@@ -177,13 +179,16 @@ class StepRunner:
                 self._requests.fail(item.sequence, StepFailed(error))
             return
         row = 0
+        results: list[_Result] = []
         for item, segment in zip(plan.scheduled, batch.segments, strict=True):
             rows = logits[row : row + segment.logits_to_keep]
-            if item.drafts:
-                self._take_verified(item, rows)
-            else:
-                self._take(item, rows)
+            results.append(_Result(rows) if item.drafts else self._result(item, rows))
             row += segment.logits_to_keep
+        for item, result in zip(plan.scheduled, results, strict=True):
+            if item.drafts:
+                self._take_verified(item, result.logits)
+            else:
+                self._take(item, result)
         self._apply(self._cache.take_pending_plan())
         if self._tier_connector is not None:
             self._tier_connector.follow()
@@ -241,26 +246,40 @@ class StepRunner:
                 if row > len(by_position):
                     by_position.append(0)
                 by_position[row - 1] += 1
-            self._take(item.row(row), logits[row : row + 1])
+            of_row = item.row(row)
+            self._take(of_row, self._result(of_row, logits[row : row + 1]))
 
-    def _take(self, item: ScheduledSequence, logits: Logits) -> None:
-        """Takes the result of one sequence: scores, samples, publishes, and emits events.
-
-        Logits that are not finite come from such K/V: no computed token of the request is published.
-        """
-        sequence, completes = item.sequence, item.computes_last_token
+    def _result(self, item: ScheduledSequence, logits: Logits) -> _Result:
+        """Scores and samples one sequence. Its grammar takes the token while others are sampled."""
+        sequence = item.sequence
+        result = _Result(logits)
         try:
             if not sequence.prompt_scored:
                 self._score(sequence, item.lease.num_computed_tokens, logits)
-            sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
+            if item.computes_last_token and sequence.max_tokens:
+                result.sampled = sequence.sampler.sample(logits[-1])
         except RootstockError as error:
-            self._discard(sequence, item.lease, error)
-            return
+            result.error = error
         except Exception as error:
             log.exception(
                 "request %s failed after its forward", sequence.request.id, extra=sequence.log_fields
             )
-            self._discard(sequence, item.lease, StepFailed(error))
+            result.error = StepFailed(error)
+        return result
+
+    def _take(self, item: ScheduledSequence, result: _Result) -> None:
+        """Takes the result of one sequence: publishes, and emits events.
+
+        Logits that are not finite come from such K/V: no computed token of the request is published.
+        """
+        sequence, completes, sampled = item.sequence, item.computes_last_token, result.sampled
+        if result.error is None and sampled is not None and sequence.sampler.progress is not None:
+            try:
+                sequence.sampler.progress.settle()
+            except RootstockError as error:
+                result.error = error
+        if result.error is not None:
+            self._discard(sequence, item.lease, result.error)
             return
         # At once: the commit of another sequence may evict the checkpoint that this plan fills, and reuse its row.
         self._apply(self._cache.commit(item.lease, item.tokens))
@@ -370,6 +389,15 @@ class StepRunner:
         self._idle_work.forget()
         self._cache.reset()
         self.fail_all(error if isinstance(error, PoolsLost) else EngineFault(error))
+
+
+@dataclass(slots=True)
+class _Result:
+    """The rows of one sequence in a step, and what was sampled from the last one."""
+
+    logits: Logits
+    sampled: SampledToken | None = None
+    error: RootstockError | None = None
 
 
 def _prompt_tokens(sequence: Sequence) -> PromptTokens:

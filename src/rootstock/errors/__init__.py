@@ -29,6 +29,7 @@
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
     │   ├── RouteNotFound               404
     │   ├── MethodNotAllowed            405
+    │   ├── WebSocketRefused            426
     │   ├── HttpRefused                 400  by the web framework
     │   ├── Unauthorized                401
     │   │   └── KeysDiffer              401  two headers with different API keys
@@ -51,10 +52,11 @@
     │   ├── ClearUnderWay               429
     │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
-    │   ├── TooManyLogins               429  failed logins of one address
+    │   ├── CompilerBusy                503  too many grammars that take long are being compiled
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
+    ├── CacheMisuse                          a wrong call of the cache by an engine of one's own
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: only the requests of that step fail
     │   ├── PoolsLost                   500  a forward raised and left the pools unusable
@@ -62,8 +64,10 @@
     │   ├── OutOfBlocks                 500  a request needs more blocks than the pool has, alone
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   ├── ResponseStoreFailed         500
+    │   ├── ClearFailed                 500  records may remain on the disk
     │   ├── ConstraintFailed            400  a grammar that reached a limit while the answer was generated
     │   └── EngineStopped               503
+    │       ├── LLMForked                    the library's LLM was made in the parent of this process
     │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, the allowed values
@@ -86,14 +90,17 @@ The message of an error states the remedy, and attributes have the data that a c
 machine-readable, `http_status` is the status of the HTTP response, `param` names the offending field if there is one.
 """
 
-from rootstock.errors.base import RequestError, RootstockError, shown
+from rootstock.errors.base import RequestError, RootstockError, quoted, shown
 from rootstock.errors.engine import (
+    CacheMisuse,
+    ClearFailed,
     ConstraintFailed,
     EngineError,
     EngineFault,
     EngineStopped,
     InternalError,
     LLMClosed,
+    LLMForked,
     OutOfBlocks,
     PoolsLost,
     ResponseStoreFailed,
@@ -118,9 +125,11 @@ from rootstock.errors.http import (
     RouteNotFound,
     Unauthorized,
     UrlTooLong,
+    WebSocketRefused,
 )
 from rootstock.errors.overload import (
     ClearUnderWay,
+    CompilerBusy,
     Draining,
     EmbeddingsFull,
     IdleWorkFull,
@@ -130,7 +139,6 @@ from rootstock.errors.overload import (
     RateLimited,
     TooManyBodyBytes,
     TooManyConnections,
-    TooManyLogins,
     TransferUnderWay,
 )
 from rootstock.errors.requests import (
@@ -194,10 +202,13 @@ __all__ = [
     "BodyTooLarge",
     "BudgetTooSmall",
     "BundleRefused",
+    "CacheMisuse",
     "ChatTemplateFailed",
     "ChatTemplateInvalid",
     "ChatTemplateMissing",
+    "ClearFailed",
     "ClearUnderWay",
+    "CompilerBusy",
     "CompletionTooLong",
     "ConfigFileInvalid",
     "ConstraintFailed",
@@ -226,6 +237,7 @@ __all__ = [
     "KeyNotAllowed",
     "KeysDiffer",
     "LLMClosed",
+    "LLMForked",
     "MalformedHttp",
     "MemoryLacks",
     "MethodNotAllowed",
@@ -267,11 +279,12 @@ __all__ = [
     "TokenizerUnusable",
     "TooManyBodyBytes",
     "TooManyConnections",
-    "TooManyLogins",
     "TooManyLogprobs",
     "TransferUnderWay",
     "Unauthorized",
     "Unsupported",
     "UrlTooLong",
+    "WebSocketRefused",
+    "quoted",
     "shown",
 ]

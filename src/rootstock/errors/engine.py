@@ -52,6 +52,17 @@ class EngineFault(EngineError):
         self.cause = cause
 
 
+class CacheMisuse(RootstockError):
+    """Error of the engine that calls the cache: an argument, or a call at the wrong time. The cache is unchanged."""
+
+    code = "cache_misuse"
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(f"KVCache.{call}: {reason}.")
+        self.call = call
+        self.reason = reason
+
+
 class OutOfBlocks(EngineError):
     code = "out_of_blocks"
 
@@ -85,6 +96,17 @@ class ResponseStoreFailed(EngineError):
         self.cause = cause
 
 
+class ClearFailed(EngineError):
+    code = "clear_failed"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Records may remain on the disk: {reason}. The server's log says more. Try again, or stop the server "
+            "and delete the directory of --disk-dir."
+        )
+        self.reason = reason
+
+
 class ConstraintFailed(EngineError):
     code = "constraint_failed"
     http_status = 400
@@ -103,6 +125,19 @@ class EngineStopped(EngineError):
 
     def __init__(self, reason: str = "The server is shutting down") -> None:
         super().__init__(f"{reason}. Try again when it is back.")
+
+
+class LLMForked(EngineStopped):
+    """Error: a fork of the process has the library's objects, but not the thread that runs the model."""
+
+    code = "llm_forked"
+
+    def __init__(self) -> None:
+        RootstockError.__init__(
+            self,
+            "This LLM was made before the process was forked, and its engine runs in the parent only. Make the LLM "
+            "in the process that uses it, or start processes with multiprocessing's 'spawn'.",
+        )
 
 
 class LLMClosed(EngineStopped):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from rootstock.errors.base import SHORT, RequestError, shown
+from rootstock.errors.base import RequestError, quoted, shown
 
 
 class RouteNotFound(RequestError):
     code = "not_found"
     http_status = 404
 
-    def __init__(self, route: str) -> None:
-        super().__init__(f"There is no {route} here. GET /docs lists the routes.")
+    def __init__(self, method: str, path: str, meant: str | None = None) -> None:
+        """`meant` is the path of a route that the client probably means."""
+        remedy = "GET /docs lists the routes."
+        if meant is not None:
+            remedy = (
+                f"Use {method} {meant}. A client's base URL ends in /v1 for OpenAI's API, and has no path for "
+                "Anthropic's."
+            )
+        super().__init__(f"There is no {method} {path} here. {remedy}")
 
 
 class MethodNotAllowed(RequestError):
@@ -19,6 +26,16 @@ class MethodNotAllowed(RequestError):
 
     def __init__(self, route: str) -> None:
         super().__init__(f"{route} is not allowed; see the Allow header.")
+
+
+class WebSocketRefused(RequestError):
+    code = "websocket_not_supported"
+    http_status = 426
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server speaks no WebSocket. Send the request by HTTP, with 'stream' for events."
+        )
 
 
 class HttpRefused(RequestError):
@@ -61,7 +78,7 @@ class KeyNotAllowed(RequestError):
     http_status = 403
 
     def __init__(self, role: str) -> None:
-        super().__init__(f"A key of the role {role!r} may not do this. Send a key of another role.")
+        super().__init__(f"A key of the role {quoted(role)} may not do this. Send a key of another role.")
 
 
 class ModelNotAllowed(RequestError):
@@ -102,7 +119,7 @@ class ContentTypeNotJson(RequestError):
     def __init__(self, header: str, value: str, expected: str = "application/json") -> None:
         utf8 = "in UTF-8 and " if expected == "application/json" else ""
         super().__init__(
-            f"The request's {header} is {SHORT.repr(value)}. Send the body as 'Content-Type: {expected}', "
+            f"The request's {header} is {shown(value)}. Send the body as 'Content-Type: {expected}', "
             f"{utf8}without a Content-Encoding."
         )
 
@@ -113,8 +130,8 @@ class HostNotAllowed(RequestError):
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"This server is not known as {SHORT.repr(host)}. Address it by localhost or by its IP address, or "
-            "serve with --allowed-hosts."
+            f"This server is not known as {shown(host)}. Address it by localhost or by its IP address, or "
+            "serve with --allowed-hosts NAME."
         )
 
 
@@ -124,7 +141,7 @@ class OriginNotAllowed(RequestError):
 
     def __init__(self, origin: str) -> None:
         super().__init__(
-            f"Web pages of {SHORT.repr(origin)} may not use this server. Serve with --allowed-origins to let them."
+            f"Web pages of {shown(origin)} may not use this server. Serve with --allowed-origins to let them."
         )
 
 

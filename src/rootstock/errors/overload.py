@@ -86,11 +86,15 @@ class IdleWorkFull(Overloaded):
         )
 
 
-class TooManyLogins(Overloaded):
-    code = "too_many_logins"
+class CompilerBusy(Overloaded):
+    code = "compiler_busy"
+    http_status = 503
 
-    def __init__(self, wait_s: float) -> None:
-        super().__init__(f"Too many logins with a wrong key. Try again in {wait_s:.0f} seconds.")
+    def __init__(self) -> None:
+        super().__init__(
+            "Too many grammars and schemas of other requests are being compiled or followed. Try again in a moment, "
+            "or send a smaller one."
+        )
 
 
 class TooManyConnections(Overloaded):

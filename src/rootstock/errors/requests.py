@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rootstock.errors.base import RequestError, shown
+from rootstock.errors.base import RequestError, quoted, shown
 
 _LISTED_MODELS = 4
 
@@ -117,8 +117,8 @@ class SpecialTokenInText(RequestError):
 
     def __init__(self, token: str) -> None:
         super().__init__(
-            f"A message holds the special token {token!r}, which this model's tokenizer cannot read as plain text. "
-            "Leave it out, or serve with --parse-special-tokens to have it act as a control token.",
+            f"A message holds the special token {quoted(token)}, which this model's tokenizer cannot read as plain "
+            "text. Leave it out, or serve with --parse-special-tokens to have it act as a control token.",
             param="messages",
         )
         self.token = token
@@ -188,7 +188,7 @@ class ModelNotFound(RequestError):
     http_status = 404
 
     def __init__(self, asked: str, served: Sequence[str]) -> None:
-        listed = " or ".join(map(repr, served[:_LISTED_MODELS]))
+        listed = " or ".join(map(quoted, served[:_LISTED_MODELS]))
         if len(served) > _LISTED_MODELS:
             listed += ", or for another one that /v1/models lists"
         super().__init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rootstock.errors.base import RootstockError, shown
+from rootstock.errors.base import RootstockError, quoted, shown
 from rootstock.units import in_units
 
 
@@ -16,7 +16,7 @@ class InvalidOption(StartupError):
     code = "invalid_option"
 
     def __init__(self, option: str, value: object, allowed: str) -> None:
-        super().__init__(f"{option} is {value!r}, but must be {allowed}.")
+        super().__init__(f"{option} is {quoted(value)}, but must be {allowed}.")
         self.option = option
         self.value = value
         self.allowed = allowed
@@ -75,7 +75,7 @@ class ModelPathNotFound(ModelError):
 
     def __init__(self, model: str, detail: str) -> None:
         super().__init__(
-            f"No model at {model!r}: {detail}. Give a directory with config.json, or a hub name."
+            f"No model at {quoted(model)}: {detail}. Give a directory with config.json, or a hub name."
         )
         self.model = model
 
@@ -86,7 +86,7 @@ class ModelFileInvalid(ModelError):
     def __init__(
         self, model: str, file: str, detail: str, remedy: str = "Correct it, or fetch it again"
     ) -> None:
-        super().__init__(f"The {file} of the model at {model!r} cannot be used: {detail}. {remedy}.")
+        super().__init__(f"The {file} of the model at {quoted(model)} cannot be used: {detail}. {remedy}.")
         self.model = model
         self.file = file
 
@@ -96,7 +96,7 @@ class ModelTooLarge(ModelError):
 
     def __init__(self, model: str, weights_bytes: int, dtype: str, free_bytes: int, memory: str) -> None:
         super().__init__(
-            f"The weights of {model!r} need at least {in_units(weights_bytes)} in {dtype}, but "
+            f"The weights of {quoted(model)} need at least {in_units(weights_bytes)} in {dtype}, but "
             f"{in_units(free_bytes)} of the {memory} is free. Free memory, or serve with a smaller --dtype, or "
             "--quantize int8 or int4. "
             "--no-memory-check loads them all the same."
@@ -110,7 +110,7 @@ class ModelWeightsMissing(ModelError):
     code = "model_weights_missing"
 
     def __init__(self, model: str, detail: str) -> None:
-        super().__init__(f"The model at {model!r} has no usable weights: {detail}.")
+        super().__init__(f"The model at {quoted(model)} has no usable weights: {detail}.")
         self.model = model
 
 
@@ -119,7 +119,7 @@ class TokenizerUnusable(ModelError):
 
     def __init__(self, model: str, detail: str) -> None:
         super().__init__(
-            f"The model at {model!r} has no usable tokenizer: {detail}. Put its tokenizer.json and "
+            f"The model at {quoted(model)} has no usable tokenizer: {detail}. Put its tokenizer.json and "
             "tokenizer_config.json beside config.json."
         )
         self.model = model
@@ -149,7 +149,7 @@ class ModelUnsupported(ModelError):
     code = "model_unsupported"
 
     def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"Rootstock cannot run {model!r}: {reason}.")
+        super().__init__(f"Rootstock cannot run {quoted(model)}: {reason}.")
         self.model = model
         self.reason = reason
 
@@ -159,8 +159,8 @@ class SelfCheckFailed(ModelError):
 
     def __init__(self, model: str, figure: float, tolerance: float, measure: str) -> None:
         super().__init__(
-            f"{model!r} failed its self-check: {measure} is {figure:.3g}, at most {tolerance:.3g} is allowed. The "
-            "paged forward would give wrong answers, so the model is refused; please report the architecture."
+            f"{quoted(model)} failed its self-check: {measure} is {figure:.3g}, at most {tolerance:.3g} is allowed. "
+            "The paged forward would give wrong answers, so the model is refused; please report the architecture."
         )
         self.model = model
         self.figure = figure

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
+import os
 import threading
 import uuid
 import weakref
@@ -21,6 +23,7 @@ from rootstock.cache.families import FullAttention
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
+from rootstock.engine.conversation.media import refuse_media
 from rootstock.engine.conversation.openai import conversation_of
 from rootstock.engine.conversation.template import refuse_unread_variables, template_input
 from rootstock.engine.engine import Engine
@@ -33,11 +36,21 @@ from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared, EngineStats
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import EmptyPrompt, EngineStopped, InvalidParameter, LLMClosed, RequestError
+from rootstock.errors import (
+    EmptyPrompt,
+    EngineStopped,
+    InvalidOption,
+    InvalidParameter,
+    LLMClosed,
+    LLMForked,
+    RequestError,
+    RootstockError,
+)
+from rootstock.errors.options import in_library_words
 from rootstock.llm.generation import Events, Indexed, events_of
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
-from rootstock.llm.params import SamplingParams
+from rootstock.llm.params import SamplingParams, warn_of_default
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.model_files import locate
@@ -48,6 +61,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # text, or token ids
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
+SAMPLING_DEFAULTS = ("model", "openai")
 Params = (
     SamplingParams | Sequence[SamplingParams] | None
 )  # for all, or one for each prompt; None: the model's
@@ -95,30 +109,39 @@ class LLM:
         *,
         chat_template: str | None = None,
         parse_special_tokens: bool = False,
+        sampling_defaults: str = "model",
         progress: Callable[[str, float], None] | None = None,
         **options: Unpack[Options],
     ) -> None:
         """Loads a model from a directory or by its Hub name, which takes seconds to minutes. Raises StartupError.
 
         `chat_template` is a Jinja template to use instead of the model's own. With `parse_special_tokens`, special
-        tokens that messages spell out are control tokens, else plain text. `progress` is called with a stage and its
-        completed share. For the other options see `Options`.
+        tokens that messages spell out are control tokens, else plain text. `sampling_defaults` is the source of
+        parameters that are None: "model" for its generation_config.json, or "openai". `progress` is called with a
+        stage and its completed share. For the other options see `Options`.
         """
         wait_briefly()
         config = configuration(model, options)
-        directory = locate(
-            model, with_code=config.model.trust_remote_code, progress=progress or (lambda stage, done: None)
-        )
-        defaults = SamplingDefaults.of_model(model, directory)
-        made = build_engine(
-            config.model,
-            config.cache,
-            config.engine,
-            config.tier,
-            chat_template=chat_template,
-            progress=progress,
-            directory=directory,
-        )
+        if sampling_defaults not in SAMPLING_DEFAULTS:
+            raise InvalidOption("sampling_defaults", sampling_defaults, " | ".join(SAMPLING_DEFAULTS))
+        with _in_library_words():
+            directory = locate(
+                model,
+                with_code=config.model.trust_remote_code,
+                progress=progress or (lambda stage, done: None),
+            )
+            defaults = SamplingDefaults()
+            if sampling_defaults == "model":
+                defaults = SamplingDefaults.of_model(model, directory)
+            made = build_engine(
+                config.model,
+                config.cache,
+                config.engine,
+                config.tier,
+                chat_template=chat_template,
+                progress=progress,
+                directory=directory,
+            )
         self._start(made, defaults, parse_special_tokens)
 
     @classmethod
@@ -143,9 +166,13 @@ class LLM:
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
         made.engine.start()
+        self._process = os.getpid()  # of the engine's thread: a fork does not have it
         # At exit the engine writes the disk tier. The finalizer ends the thread of an LLM without references.
-        atexit.register(made.engine.stop)
-        self._finalizer = weakref.finalize(self, _stop_unreferenced, made.engine)
+        self._at_exit = functools.partial(_stop_at_exit, made.engine, self._process)
+        atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(
+            self, _stop_unreferenced, made.engine, self._at_exit, self._process
+        )
         self._finalizer.atexit = False
 
     # --------------------------------------------------------------------------------------- lifetime
@@ -169,20 +196,27 @@ class LLM:
         """
         self._closed.set()
         self._finalizer.detach()
-        atexit.unregister(self._engine.stop)
-        self._engine.stop()
+        atexit.unregister(self._at_exit)
+        if self._process == os.getpid():
+            self._engine.stop()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[Engine]:
-        """Yields the engine for one call. Raises LLMClosed, also if the LLM is closed during the call."""
-        if self._closed.is_set():
-            raise LLMClosed
+        """Yields the engine for one call. Raises LLMForked, and LLMClosed, also if it is closed during the call."""
+        self._require_running()
         try:
-            yield self._engine
+            with _in_library_words():
+                yield self._engine
         except EngineStopped as error:
             if self._closed.is_set() and not isinstance(error, LLMClosed):
                 raise LLMClosed from error
             raise
+
+    def _require_running(self) -> None:
+        if self._closed.is_set():
+            raise LLMClosed
+        if self._process != os.getpid():
+            raise LLMForked
 
     # -------------------------------------------------------------------------------------- properties
 
@@ -393,10 +427,10 @@ class LLM:
         return _each(prompts, self._prompt)
 
     def _prompt(self, prompt: Prompt) -> _Asked:
-        if self._closed.is_set():
-            raise LLMClosed
+        self._require_running()
         if isinstance(prompt, str):
-            return _Asked(prompt, text_tokens(self._tokenizer, prompt))
+            with _in_library_words():
+                return _Asked(prompt, text_tokens(self._tokenizer, prompt))
         return _Asked(None, _ids(prompt))
 
     def _chats(
@@ -415,18 +449,19 @@ class LLM:
         options: Mapping[str, Any],
         use: _Use,
     ) -> _Asked:
-        if self._closed.is_set():
-            raise LLMClosed
+        self._require_running()
         if not messages:
             raise EmptyPrompt("messages")
         tokenizer = self.tokenizer
-        refuse_unread_variables(
-            {k: v for k, v in options.items() if k != "continue_final_message"}, tokenizer.template_names
-        )
-        template = template_input(conversation_of(messages, tools, options=options), tokenizer)
-        template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
-        make = chat_with_boundaries if self._wants_boundaries else chat_prompt
-        prompt = make(template, self._tokenizer, use.salt)
+        with _in_library_words():
+            refuse_unread_variables(
+                {k: v for k, v in options.items() if k != "continue_final_message"}, tokenizer.template_names
+            )
+            template = template_input(conversation_of(messages, tools, options=options), tokenizer)
+            refuse_media(template.media)
+            template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
+            make = chat_with_boundaries if self._wants_boundaries else chat_prompt
+            prompt = make(template, self._tokenizer, use.salt)
         return _Asked(None, prompt.tokens, prompt.boundaries, prompt.place)
 
     def _adapter(self, use: _Use) -> str:
@@ -466,7 +501,7 @@ class LLM:
         ):
             for indexed in events:
                 batch.take(indexed)
-        return batch.outputs()
+        return batch.outputs(stacklevel=4)
 
     async def _acollect(
         self,
@@ -551,12 +586,19 @@ class _Batch:
         index, event = indexed
         self._answers[index].take(event)
 
-    def outputs(self) -> list[RequestOutput]:
+    def outputs(self, stacklevel: int = 2) -> list[RequestOutput]:
+        """Puts the answers together. Warns if one was cut that the caller has set no limit for."""
         found, first = [], 0
         for one, how in zip(self._asked, self._params, strict=True):
             answers = self._answers[first : first + how.n]
             found.append(output_of(one.text, self.requests[first], answers))
             first += how.n
+        cut = [
+            how.max_tokens is None and any(output.finish_reason == "length" for output in answer.outputs)
+            for answer, how in zip(found, self._params, strict=True)
+        ]
+        if any(cut):
+            warn_of_default(sum(cut), stacklevel + 1)
         return found
 
 
@@ -621,11 +663,29 @@ def _each(prompts: Sequence[S], prepare: Callable[[S], T]) -> list[T]:
     return prepared
 
 
-def _stop_unreferenced(engine: Engine) -> None:
+@contextlib.contextmanager
+def _in_library_words() -> Iterator[None]:
+    """Makes errors name the library's parameters in the place of the command line's options."""
+    try:
+        yield
+    except RootstockError as error:
+        in_library_words(error)
+        raise
+
+
+def _stop_at_exit(engine: Engine, process: int) -> None:
+    """Stops the engine, unless this is a fork, which has no thread to wait for."""
+    if process == os.getpid():
+        engine.stop()
+
+
+def _stop_unreferenced(engine: Engine, at_exit: Callable[[], None], process: int) -> None:
     """Stops the engine of an LLM that was collected unclosed.
 
     Stops it on a thread of its own, because collection may happen on the engine's thread in the middle of a step.
     """
-    atexit.unregister(engine.stop)
+    atexit.unregister(at_exit)
+    if process != os.getpid():
+        return
     with contextlib.suppress(RuntimeError):  # no thread can be started when the interpreter ends
         threading.Thread(target=engine.stop, name="rootstock-stop", daemon=True).start()

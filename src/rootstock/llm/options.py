@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
 from rootstock.errors import InvalidOption
+from rootstock.errors.options import parameter_of
 
 ALIASES = {
     "max_model_len": "context_limit",
@@ -19,18 +20,6 @@ ALIASES = {
     "kv_cache_memory_bytes": "budget_bytes",
     "enable_prefix_caching": "enabled",
     "served_model_name": "served_name",
-}
-# Fields whose option of the command line has another name. The configuration's errors name that.
-_COMMAND_LINE = {
-    "kv-budget": "budget_bytes",
-    "disk-budget": "disk_budget_bytes",
-    "host-budget": "host_budget_bytes",
-    "itl-target": "itl_target_s",
-    "speculate": "draft_tokens",
-    "answer-memory": "answer_memory_bytes",
-    "memory-limit": "memory_limit_bytes",
-    "served-model-name": "served_name",
-    "adapter": "adapters",
 }
 _SIZES = (
     "budget_bytes",
@@ -137,8 +126,7 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
             TierConfig(**of(TierConfig)),
         )
     except InvalidOption as error:
-        option = error.option.removeprefix("--")
-        field = _COMMAND_LINE.get(option, option.replace("-", "_"))
+        field = parameter_of(error.option)
         raise InvalidOption(spelled.get(field, field), error.value, error.allowed) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from rootstock.errors import InvalidParameter
 
 _SEEDS = range(-(2**63), 2**64)
 _BIAS_LIMIT = 100.0
+DEFAULT_MAX_TOKENS = 1024  # of an answer for which none is given: a base model may never end one by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +21,9 @@ class SamplingParams:
     """Parameters of one generation, with vLLM's names. Raises InvalidParameter when it is made.
 
     Differs from vLLM in two defaults. A parameter that is None is the one that the model's `generation_config.json`
-    recommends, so `SamplingParams(max_tokens=64)` keeps the model's temperature. `max_tokens` None means as many
-    tokens as the context has room for, not 16.
+    recommends, so `SamplingParams(max_tokens=64)` keeps the model's temperature. `max_tokens` None means
+    `DEFAULT_MAX_TOKENS`, not 16: most answers end before, and one that does not is cut with a warning. Give
+    `max_tokens=llm.context_limit` for as many as the context has room for.
     """
 
     temperature: float | None = None  # 0: greedy. None, here and for the next four: the model's, or OpenAI's
@@ -34,7 +37,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: another one for each request, drawn from the LLM's `seed`
     n: int = 1  # answers to each prompt; with a seed, answer i uses seed + i
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or `min_tokens` if that is more
     min_tokens: int = 0  # tokens before any token that ends the answer may be sampled
     stop: str | Sequence[str] = ()  # cut from the text
     stop_token_ids: Sequence[int] = ()
@@ -113,12 +116,23 @@ class SamplingParams:
     def stopping(self) -> request.StopParams:
         """Returns the part that ends an answer."""
         return request.StopParams(
-            max_tokens=self.max_tokens,
+            max_tokens=max(DEFAULT_MAX_TOKENS, self.min_tokens)
+            if self.max_tokens is None
+            else self.max_tokens,
             min_tokens=self.min_tokens,
             stop_strings=self.stop_strings,
             stop_tokens=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
         )
+
+
+def warn_of_default(prompts: int, stacklevel: int) -> None:
+    """Warns that answers to so many prompts were cut by a limit that the caller has not set."""
+    warnings.warn(
+        f"The answers to {prompts} prompts were cut at {DEFAULT_MAX_TOKENS:,} tokens or at the end of the context, "
+        "because SamplingParams has no max_tokens.",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _is_int(value: object) -> bool:

@@ -5,8 +5,12 @@ The runtimes estimate the weights' bytes, each by its library's means.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rootstock.cache.families import Family
+from rootstock.cache.pools import refuse_small_budget
+from rootstock.config import CacheConfig
 from rootstock.errors import AdapterUnusable, InvalidOption, MemoryLacks, ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.host_memory import footprint_bytes
@@ -22,6 +26,10 @@ class Demands:
     context_limit: int | None = None
     adapter_weights: int = 0  # numbers in the tensors of LoRA adapters that are loaded with the model
     memory_limit: int | None = None  # bytes that the whole process may take; None: any
+    kv_budget: int | None = (
+        None  # bytes of the whole KV cache, which must hold a short request; None: automatic
+    )
+    block_size: int = CacheConfig().block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,12 @@ def refuse_adapter_beyond(source: AdapterSource, weight_bytes: int, free: int, m
             f"its weights need {in_units(needed)}, but {in_units(free)} of the {memory} is free "
             "(a server with --no-memory-check loads it all the same)",
         )
+
+
+def refuse_hopeless_budget(families: Sequence[Family], demands: Demands) -> None:
+    """Raises BudgetTooSmall for a KV cache that could not hold a short request of these families."""
+    if demands.kv_budget is not None:
+        refuse_small_budget(families, demands.kv_budget, demands.block_size)
 
 
 def refuse_longer_context(asked: int | None, limit: int) -> None:

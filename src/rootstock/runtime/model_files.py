@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,7 +15,14 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMissing, shown
+from rootstock.errors import (
+    ModelFileInvalid,
+    ModelPathNotFound,
+    ModelUnsupported,
+    ModelWeightsMissing,
+    shown,
+)
+from rootstock.runtime.model_formats import foreign_format, names_in, remedy_without_config
 from rootstock.units import in_units
 
 Progress = Callable[[str, float], None]
@@ -23,8 +30,11 @@ Progress = Callable[[str, float], None]
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_OF_ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")
+_LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that Git LFS has not fetched
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -54,7 +64,8 @@ class StoredTensor:
 def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
     """Returns the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
 
-    Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing.
+    Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing, and ModelUnsupported for a format that is not
+    read.
     """
     directory = _local_directory(model)
     if directory is None:
@@ -65,7 +76,8 @@ def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
 def _local_directory(model: str) -> Path | None:
     """Returns the directory if `model` names something on disk, None if it can only be a hub name.
 
-    Raises ModelPathNotFound for a path to nothing, to a file, or to a directory without config.json.
+    Raises ModelPathNotFound for a path to nothing, to a file, or to a directory without config.json, and
+    ModelUnsupported for files of a format that is not read.
     """
     if not model.strip():
         raise ModelPathNotFound(model, "the name is empty")
@@ -77,15 +89,33 @@ def _local_directory(model: str) -> Path | None:
         if kind is None:
             raise ModelPathNotFound(model, "no such directory")
         if not stat.S_ISDIR(kind):
+            _refuse_format(model, [path.name])
             raise ModelPathNotFound(model, "it is a file")
         if _kind_of(path / CONFIG) is None:
-            raise ModelPathNotFound(model, f"the directory has no {CONFIG}")
+            names = names_in(path)
+            _refuse_format(model, names, path)
+            raise ModelPathNotFound(model, remedy_without_config(path, names))
     except (OSError, ValueError) as error:  # permissions, a loop of symbolic links, a name that is too long
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelPathNotFound(model, f"it cannot be opened ({reason})") from error
     except RuntimeError as error:  # ~user, without such a user
         raise ModelPathNotFound(model, "no such directory") from error
     return path
+
+
+def _refuse_format(model: str, names: Sequence[str], directory: Path | None = None) -> None:
+    """Raises ModelUnsupported if files of these names make a model in a format that is not read."""
+    if found := foreign_format(names, None if directory is None else _base_model(model, directory)):
+        raise ModelUnsupported(model, found)
+
+
+def _base_model(model: str, directory: Path) -> object:
+    """Returns the base model that an adapter's configuration names, if there is one."""
+    try:
+        fields = read_json(model, directory, _ADAPTER_CONFIG)
+    except ModelFileInvalid:
+        return None
+    return fields.get("base_model_name_or_path") or fields.get("model")
 
 
 def _kind_of(path: Path) -> int | None:
@@ -110,9 +140,14 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
     try:
         # Weight files are fetched by name, because repositories hold other copies of the weights too.
         directory = Path(snapshot_download(model, allow_patterns=patterns))
-        if not (directory / CONFIG).is_file():
+        has_config = (directory / CONFIG).is_file()
+        weights = _named_weights(model, directory)
+        if has_config:
+            snapshot_download(model, allow_patterns=[*patterns, *weights])
+        if not has_config or not all((directory / name).is_file() for name in weights):
+            _refuse_format(model, [*names_in(directory), *_names_on_hub(model)], directory)
+        if not has_config:
             raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
-        snapshot_download(model, allow_patterns=[*patterns, *_named_weights(model, directory)])
     except LocalEntryNotFoundError as error:
         raise ModelPathNotFound(
             model, "no such directory, it is not in the local Hub cache, and the Hub cannot be reached"
@@ -122,6 +157,17 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
         raise ModelPathNotFound(model, detail) from error
     progress("download", 1.0)
     return directory
+
+
+def _names_on_hub(model: str) -> list[str]:
+    """Returns the names in a repository on the Hub. None if it does not answer."""
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return list(list_repo_files(model))
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        return []
 
 
 def public_name(model: str) -> str:
@@ -209,9 +255,15 @@ def weight_files(model: str, directory: Path) -> list[Path]:
     names = _named_weights(model, directory)
     missing = [name for name in names if not os.path.isfile(directory / name)]
     if missing == [_SINGLE]:
-        formats = ("*.bin", "*.pt", "*.pth", "*.gguf")
-        others = sorted(path.name for format in formats for path in directory.glob(format))
-        found = f", but there is {', '.join(others[:3])}: convert it to safetensors" if others else ""
+        names = names_in(directory)
+        others = [
+            name
+            for name in names
+            if name.endswith(".safetensors") and name not in _OF_ADAPTERS and not foreign_format([name])
+        ]
+        if not others:
+            _refuse_format(model, names, directory)
+        found = f", but there is {', '.join(others[:3])}: fetch the index as well" if others else ""
         raise ModelWeightsMissing(model, f"there is no {_SINGLE} and no {_INDEX}{found}")
     if missing:
         raise ModelWeightsMissing(
@@ -244,11 +296,22 @@ def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
                         elements *= length
                     yield StoredTensor(name, tensor.get_dtype(), elements)
         except SafetensorError as error:
-            raise ModelWeightsMissing(model, f"{file.name} is damaged ({first_line(error)})") from error
+            reason = f"is damaged ({first_line(error)})"
+            if _begins_with(file, _LFS_POINTER):
+                reason = "is a pointer of Git LFS without the weights: 'git lfs pull' in its directory fetches them"
+            raise ModelWeightsMissing(model, f"{file.name} {reason}") from error
         except OSError as error:
             raise ModelWeightsMissing(
                 model, f"{file.name} cannot be read ({error.strerror or error})"
             ) from error
+
+
+def _begins_with(file: Path, beginning: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(beginning)) == beginning
+    except OSError:
+        return False
 
 
 def _named_weights(model: str, directory: Path) -> list[str]:

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import re
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,8 +39,8 @@ from rootstock.errors import (
     RateLimited,
     RootstockError,
     TooManyBodyBytes,
-    TooManyLogins,
     Unauthorized,
+    WebSocketRefused,
 )
 from rootstock.server.access_rules import NO_LIMITS, AccessRules, Role, digest_of, read_rules
 from rootstock.server.drain import Drain
@@ -47,6 +48,7 @@ from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
+from rootstock.server.wrong_keys import WrongKeys
 from rootstock.tiers.disk.archive import BUNDLE_TYPE
 from rootstock.units import MIB
 
@@ -55,11 +57,13 @@ log = logging.getLogger(__name__)
 Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
-OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/dashboard/session"})  # need no API key
+# Need no API key, and count in no limit.
+OPEN_PATHS = frozenset({"/", "/health", "/livez", "/ping", "/readyz", "/dashboard/session"})
 DASHBOARD = (
     "/dashboard/"  # with which the dashboard's routes begin: pages of other origins may use none of them
 )
 OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: everybody may read its scripts
+_KEYLESS_PROBES = frozenset({"/livez", "/readyz"})  # their answers are the same with any key
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
@@ -73,6 +77,7 @@ _ANTHROPIC = "/v1/messages"  # with which the routes of Anthropic's API begin
 _SESSION = "rootstock_session"  # a browser's session
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
+_NAVIGATION = (b"navigate", b"document")  # Sec-Fetch-Mode and -Dest of a link that replaces the whole page
 _JSON = re.compile(rb"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", re.IGNORECASE)
 _CHARSET = re.compile(rb";\s*charset\s*=\s*\"?([^\s\";]*)", re.IGNORECASE)
 
@@ -153,6 +158,11 @@ class Keys:
         follower(self.rules)
 
     @property
+    def are_needed(self) -> bool:
+        """Whether requests need a key. A file of keys has at least one at all times."""
+        return self._anonymous is None
+
+    @property
     def is_current(self) -> bool:
         """Whether the file of keys is as it was read last. Costs a call to the system."""
         return self._path is None or self._version == self._version_of_file()
@@ -207,6 +217,11 @@ def caller_of(request: Request) -> Caller:
     return caller if isinstance(caller, Caller) else Caller()
 
 
+def is_request_of_api(path: str) -> bool:
+    """Returns whether a POST to a path is a client's request, which limits count and which has a trace."""
+    return path not in OPEN_PATHS and not path.startswith(DASHBOARD)
+
+
 def is_identified(request: Request) -> bool:
     """Returns whether the guard knows the sender: on an open path, a request without a key has none."""
     return isinstance(getattr(request.state, _STATE, None), Caller)
@@ -246,9 +261,15 @@ def tenant_in_head(request: Request) -> str:
 Tenant = Annotated[str, Depends(tenant_of)]
 
 
+def allowed_models(request: Request) -> frozenset[str] | None:
+    """Returns the names of models that the request's tenant may use; None: all."""
+    models: frozenset[str] | None = getattr(request.state, _MODELS, None)
+    return models
+
+
 def may_use_model(request: Request, name: str) -> bool:
     """Returns whether the list of models of the request's tenant has a name. Without a list it may use all."""
-    models = getattr(request.state, _MODELS, None)
+    models = allowed_models(request)
     return models is None or name in models
 
 
@@ -314,7 +335,9 @@ class Guard:
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
         sessions: Sessions | None = None,
+        wrong_keys: WrongKeys | None = None,
     ) -> None:
+        self._wrong_keys = WrongKeys() if wrong_keys is None else wrong_keys
         self._sessions = Sessions() if sessions is None else sessions
         self._app = app
         self._forms = forms
@@ -327,7 +350,7 @@ class Guard:
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
         self._origins = frozenset(config.allowed_origins)
-        self._hosts = _names_of(config)
+        self._hosts = _names_of(config, needs_key=self._keys.are_needed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -344,10 +367,16 @@ class Guard:
         if isinstance(caller, Caller) and caller.may_ask(scope["path"]):
             scope.setdefault("state", {}).update({_STATE: caller, _SESSION: session})
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
-        if scope["path"] == LOGIN_PATH and not isinstance(refusal, HostNotAllowed | OriginNotAllowed):
-            refusal = self._refusal_of_login(scope, caller) or refusal
-        elif refusal is None and session is not None and scope["method"] not in _SAFE_METHODS:
-            refusal = None if session.allows_change(headers) else CsrfTokenMissing()
+        if (
+            isinstance(caller, Unauthorized)
+            and scope["path"] not in _KEYLESS_PROBES
+            and any(_keys_in(headers))
+        ):
+            # Also on open paths, some of which show more with a right key.
+            await self._wrong_keys.hold(str((scope.get("client") or ("",))[0]))
+        if refusal is None and session is not None and scope["path"] != LOGIN_PATH:
+            is_allowed = scope["method"] in _SAFE_METHODS or session.allows_change(headers)
+            refusal = None if is_allowed else CsrfTokenMissing()
         if refusal is not None:
             await self._refused(refusal, scope)(scope, receive, send)
             return
@@ -357,14 +386,14 @@ class Guard:
         await self._pass_on_limited(caller.tenant or _named_tenant(headers), scope, receive, send)
 
     async def _pass_on_limited(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on within its tenant's limits. Each POST counts, on every route of the APIs."""
+        """Passes a request on within its tenant's limits. Each POST counts, but for probes and the dashboard's."""
         limits = self._keys.rules.limits_of(tenant)
         if limits == NO_LIMITS:
             await self._pass_on(scope, receive, send)
             return
         scope["state"][_MODELS] = limits.models
         is_anthropic = scope["path"].startswith(_ANTHROPIC)
-        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        if scope["method"] != "POST" or not is_request_of_api(scope["path"]):
             await self._pass_on(scope, receive, send)
             return
         try:
@@ -424,15 +453,6 @@ class Guard:
             info.refusal = refusal
         return error_response(refusal, self._forms.of(scope["path"]))
 
-    def _refusal_of_login(self, scope: Scope, caller: Caller | Unauthorized) -> RootstockError | None:
-        address = str((scope.get("client") or ("",))[0])
-        wait_s = self._sessions.must_wait_s(address)
-        if wait_s > 0:
-            return TooManyLogins(wait_s)
-        if isinstance(caller, Unauthorized):
-            self._sessions.failed(address)
-        return None
-
     def _refusal(
         self, method: str, path: str, headers: Headers, caller: Caller | Unauthorized
     ) -> RootstockError | None:
@@ -445,6 +465,11 @@ class Guard:
                 return caller
             if not caller.may_ask(path):
                 return KeyNotAllowed(Role.METRICS)
+        if (
+            b"websocket" in headers.get(b"upgrade", b"").lower()
+            and b"upgrade" in headers.get(b"connection", b"").lower()
+        ):
+            return WebSocketRefused()
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")
@@ -471,15 +496,22 @@ class Guard:
         return any(f"*.{parent}" in self._hosts for parent in _parents(name))
 
     def _is_foreign(self, method: str, path: str, headers: Headers) -> bool:
-        """Returns whether the request comes from a web page of an origin that is not allowed."""
+        """Returns whether the request comes from a web page of an origin that is not allowed.
+
+        A link on another site may open any page but the dashboard's data: its streams and pictures take places.
+        """
         origin = headers.get(b"origin")
         site = headers.get(b"sec-fetch-site")  # set by the browser: pages cannot change it
-        if origin is None:
-            return method not in _SAFE_METHODS and site is not None and site not in _SAME_SITE_OF_BROWSERS
-        if not path.startswith(DASHBOARD) and ("*" in self._origins or _text(origin) in self._origins):
+        is_data = path.startswith(DASHBOARD)
+        if not is_data and ("*" in self._origins or (origin is not None and _text(origin) in self._origins)):
             return False
         if site is not None:
-            return site not in _SAME_SITE_OF_BROWSERS
+            if site in _SAME_SITE_OF_BROWSERS:
+                return False
+            asked = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
+            return is_data or origin is not None or method not in _SAFE_METHODS or asked != _NAVIGATION
+        if origin is None:
+            return False
         _, _, authority = origin.partition(b"://")
         return authority.lower() != headers.get(b"host", b"").lower()
 
@@ -513,13 +545,19 @@ def _named_tenant(headers: Headers) -> str:
     return _text(headers.get(SALT_HEADER.lower().encode(), b""))[:MAX_SALT_LENGTH]
 
 
-def _names_of(config: ServerConfig) -> frozenset[str] | None:
-    """Returns the host names that requests may use; None allows all. A server on a loopback address has few."""
+def _names_of(config: ServerConfig, *, needs_key: bool) -> frozenset[str] | None:
+    """Returns the host names that requests may use; None allows all.
+
+    A server on a loopback address, or without a key, has few: a page whose name was rebound to such a server has all
+    rights that its visitor's machine has. With a key, the page lacks the key.
+    """
     bound = config.host.lower()
     local = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
-    if "*" in config.allowed_hosts or not (local or config.allowed_hosts):
+    if "*" in config.allowed_hosts or not (local or config.allowed_hosts or not needs_key):
         return None
-    return frozenset({bound, "localhost", "*.localhost", *config.allowed_hosts})
+    # Nobody else can rebind the machine's own name.
+    own = {} if local else {socket.gethostname().lower().rstrip(".")}
+    return frozenset({bound, "localhost", "*.localhost", *own, *config.allowed_hosts})
 
 
 def _name_of(host: str) -> str:

@@ -14,9 +14,9 @@ from rootstock.errors import AdapterExists, AdapterNotLoaded, InvalidParameter, 
 from rootstock.runtime.adapter_files import allowed_directory
 from rootstock.server.access import is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
-from rootstock.server.fields import Label, Wire
+from rootstock.server.fields import ClosedWire, Label
 from rootstock.server.models import ModelRegistry
-from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.prompt_bodies import StateRoute
 
 _MAX_PATH_CHARS = 4_096
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
@@ -24,20 +24,20 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS)]
 
 
-class LoadAdapterRequest(Wire):
+class LoadAdapterRequest(ClosedWire):
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=_MAX_PATH_CHARS)]
     model: Annotated[Label | None, Field(description="the base model, where several are served")] = None
 
 
-class UnloadAdapterRequest(Wire):
+class UnloadAdapterRequest(ClosedWire):
     lora_name: Name
 
 
 def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     router = APIRouter(
         tags=["Adapters"],
-        route_class=BoundedJsonRoute,
+        route_class=StateRoute,
         responses=documented_errors(*MODEL_ROUTE, 401, 403, 409),
     )
 
@@ -62,7 +62,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
             raise InvalidParameter("lora_path", body.lora_path, "within a directory of --adapter-directory")
         if body.lora_name in models.names:
             raise AdapterExists(body.lora_name)
-        models.find(body.model).engine.load_adapter(body.lora_name, directory)
+        models.ask_one(body.model, lambda model: model.engine.load_adapter(body.lora_name, directory))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", responses=_TEXT)
@@ -71,7 +71,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         refuse(request, "lora_name")
         for model in models.loaded:
             if model.engine.adapters.find(body.lora_name) is not None:
-                model.engine.unload_adapter(body.lora_name)
+                models.ask_one(model.name, lambda found: found.engine.unload_adapter(body.lora_name))
                 return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
         raise AdapterNotLoaded(body.lora_name)
 

@@ -55,6 +55,7 @@ from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.embeddings import embedding_routes
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
+from rootstock.server.openai.tokenization import tokenization_routes
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
 from rootstock.server.rate_limits import LIMIT_HEADERS
@@ -80,6 +81,7 @@ def create_app(
     """Makes the application of several models, or of one. The caller starts and stops them.
 
     Without `keys` reads those of the configuration. The caller closes `tracing`, too. None: requests have no spans.
+    The caller closes the store of responses, `app.state.responses`, after the engines have stopped.
     Raises InvalidOption.
     """
     drain = drain or Drain()
@@ -119,11 +121,13 @@ def create_app(
     app.include_router(_generation_routes(answerer))
     explainer = Explainer(models, config)
     app.include_router(anthropic_routes(models, answerer, explainer))
-    responses = Responses(store, Sealer(store.sealing_key))
+    app.state.responses = store
+    responses = Responses(store, Sealer(store.sealing_key), config.max_body_bytes)
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(adapter_routes(models, config))
     app.include_router(embedding_routes(models, answerer, metrics))
+    app.include_router(tokenization_routes(models, answerer))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
     app.include_router(bundle_routes(models, responses, config))
@@ -131,7 +135,7 @@ def create_app(
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     app.include_router(probe_routes(models.health, drain))
-    page = install_dashboard(app, models, config, sessions, keys) if config.dashboard else None
+    page = install_dashboard(app, models, config, sessions, keys, drain) if config.dashboard else None
     app.include_router(_root_route(page))
     install_docs(app)
     return app
@@ -262,6 +266,11 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         if is_operator(request):
             told |= asdict(found)  # the number of running requests tells about other tenants
         return JSONResponse(told, 200 if found.alive else 503)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Tells the server's version."""
+        return {"version": __version__}
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def prometheus(request: Request) -> Response:

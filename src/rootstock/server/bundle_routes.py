@@ -29,7 +29,7 @@ from rootstock.server.model_slots import ModelUse
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ExplainRequest
-from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.prompt_bodies import ClosedQueryRoute, StateRoute, refuse_misspelled
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.wire import Json, ServedModel
@@ -97,16 +97,19 @@ def bundle_routes(models: ModelRegistry, responses: Responses, config: ServerCon
 def _export_routes(models: ModelRegistry, responses: Responses, config: ServerConfig) -> APIRouter:
     router = APIRouter(
         prefix=EXPORT,
-        route_class=BoundedJsonRoute,
+        route_class=StateRoute,
         responses=_BUNDLE | documented_errors(*MODEL_ROUTE),
     )
     key = None if config.bundle_key is None else BundleKey(config.bundle_key)
     slots = _Slots(_EXPORTS_AT_ONCE)
 
     async def export(
-        asked: str | None, request: Request, make_prompt: Callable[[ServedModel], ExplainedPrompt]
+        body: ExplainRequest | CountTokensRequest | ResponseRequest,
+        request: Request,
+        make_prompt: Callable[[ServedModel], ExplainedPrompt],
     ) -> Response:
         refuse_unless(is_operator(request), config)
+        refuse_misspelled(body)
         slots.take()
         use: ModelUse[ServedModel] | None = None
 
@@ -116,7 +119,7 @@ def _export_routes(models: ModelRegistry, responses: Responses, config: ServerCo
                 use.end()
 
         try:
-            use = await models.use(asked, request)
+            use = await models.use(body.model, request)
             model = use.model
 
             def begun() -> PrefixExport:
@@ -139,12 +142,12 @@ def _export_routes(models: ModelRegistry, responses: Responses, config: ServerCo
     @router.post("")
     async def export_prompt(body: ExplainRequest, request: Request, tenant: Tenant) -> Response:
         """Exports the cached part of a prompt: its blocks and states, for another server of the same model."""
-        return await export(body.model, request, lambda model: explained_prompt(model, body, tenant))
+        return await export(body, request, lambda model: explained_prompt(model, body, tenant))
 
     @router.post("/messages")
     async def export_messages(body: CountTokensRequest, request: Request, tenant: Tenant) -> Response:
         """Exports the cached part of a conversation's prompt."""
-        return await export(body.model, request, lambda model: messages_prompt(model, body, tenant))
+        return await export(body, request, lambda model: messages_prompt(model, body, tenant))
 
     @router.post("/responses")
     async def export_response(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
@@ -153,7 +156,7 @@ def _export_routes(models: ModelRegistry, responses: Responses, config: ServerCo
         def prompt(model: ServedModel) -> ExplainedPrompt:
             return ExplainedPrompt.of_chat(responses.chat(model, body, tenant))
 
-        return await export(body.model, request, prompt)
+        return await export(body, request, prompt)
 
     return router
 
@@ -173,7 +176,7 @@ def _signed(pieces: Iterator[bytes | memoryview], key: BundleKey | None) -> Iter
 
 
 def _import_route(models: ModelRegistry, config: ServerConfig) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=ClosedQueryRoute)
     key = None if config.bundle_key is None else BundleKey(config.bundle_key)
     slots = _Slots(_IMPORTS_AT_ONCE)
 

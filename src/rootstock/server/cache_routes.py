@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
+from rootstock.engine.clearing import Clearing
 from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Cleared
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import InvalidParameter, RequestError
-from rootstock.server.access import Tenant, is_operator, may_read_prompts, refuse_unless
-from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.errors import InvalidParameter, RequestError, RootstockError
+from rootstock.server.access import Tenant, is_operator, may_read_prompts, may_use_model, refuse_unless
+from rootstock.server.errors import MODEL_ROUTE, documented_errors, error_body, error_response
 from rootstock.server.explainer import Explainer
+from rootstock.server.model_slots import ModelSlot, ModelSlots
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
-from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.prompt_bodies import StateRoute
 from rootstock.server.wire import ServedModel
 
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
@@ -32,7 +35,7 @@ VOLATILE_EXAMPLE_CHARS = 200
 
 def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explainer) -> APIRouter:
     router = APIRouter(
-        prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute, responses=documented_errors()
+        prefix="/v1/cache", tags=["Cache"], route_class=StateRoute, responses=documented_errors()
     )
 
     # A plain function runs on another thread: it waits for the engine's.
@@ -43,9 +46,9 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
         if model is None and models.are_several:
             return {
                 "budget": models.budget_numbers(),
-                "models": {one.name: _stats_of(one) for one in models.loaded},
+                "models": {one.name: told for one, told in models.ask_loaded(_stats_of)},
             }
-        return _stats_of(models.find(model))
+        return models.ask_one(model, _stats_of)[1]
 
     @router.get("/volatile", responses=documented_errors(401, 403))
     def volatile(
@@ -57,8 +60,10 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
             refuse_unless(is_operator(request), config)
         spans = [
             (one, span)
-            for one in models.chosen(model, request)
-            for span in one.engine.volatile_spans(salt or None)
+            for one, found in models.ask(
+                model, request, lambda asked: asked.engine.volatile_spans(salt or None)
+            )
+            for span in found
         ]
         spans.sort(key=lambda pair: -pair[1].recomputed_tokens)
         shows_texts = may_read_prompts(request, config)
@@ -87,28 +92,54 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
                 error.param = "messages"
             raise
 
-    @router.post("/clear", responses=documented_errors(415, 429))
-    def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
-        """Removes cached prefixes: those of one salt, public heads, or all; of one model, or of all."""
-        salt = salt_of(tenant, None if body is None else body.cache_salt)
-        if not salt:
+    @router.post("/clear", responses=documented_errors(404, 409, 415, 429))
+    def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> Response:
+        """Removes cached prefixes: of one salt, public heads, or all; of one model or all; of one tier or all."""
+        asked = body or ClearRequest()
+        salt = salt_of(tenant, asked.cache_salt)
+        if not salt or asked.public:
             refuse_unless(is_operator(request), config)
-        cleared = Cleared(0, 0)
-        chosen = models.chosen(None if body is None else body.model, request)
-        if body is not None and body.public:
-            refuse_unless(is_operator(request), config)
-            if body.cache_salt is not None:
-                raise InvalidParameter("cache_salt", body.cache_salt, "left out with 'public'")
-            for model in chosen:
-                cleared += model.engine.clear_public_heads()
-            return asdict(cleared)
-        for model in chosen:
-            model.tokenizer.forget(salt or None)
-            model.fingerprints.forget(salt or None)
-            cleared += model.engine.clear_cache(salt or None)
-        return asdict(cleared)
+        if asked.public and asked.cache_salt is not None:
+            raise InvalidParameter("cache_salt", asked.cache_salt, "left out with 'public'")
+        if asked.tiers == []:
+            raise InvalidParameter("tiers", asked.tiers, "a list of 'memory', 'disk' or both")
+        clearing = Clearing(
+            None if asked.public else salt or None,
+            asked.public,
+            memory=asked.tiers is None or "memory" in asked.tiers,
+            disk=asked.tiers is None or "disk" in asked.tiers,
+        )
+        chosen = models.slots_of(asked.model, request)
+        shown = {slot.name for slot in chosen if asked.model or may_use_model(request, slot.name)}
+        return _cleared(models.slots, chosen, clearing, shown)
 
     return router
+
+
+def _cleared(
+    slots: ModelSlots, chosen: Sequence[ModelSlot], clearing: Clearing, shown: Collection[str]
+) -> Response:
+    """Clears models, each whatever becomes of the others, and tells what was cleared of those that are shown.
+
+    An error is the first failure.
+    """
+    whole, told = Cleared(0, 0), list[dict[str, Any]]()
+    failure: RootstockError | None = None
+    one: dict[str, Any]
+    for slot in chosen:
+        try:
+            cleared = slots.clear(slot, clearing)
+        except RootstockError as error:
+            failure = failure or error
+            one = {"state": "failed", "message": error.message}
+        else:
+            whole += cleared
+            one = {"state": "later" if cleared.later else "cleared", **asdict(cleared)}
+        if slot.name in shown:
+            told.append({"model": slot.name, **one})
+    if failure is None:
+        return JSONResponse(asdict(whole) | {"models": told})
+    return error_response(failure, lambda error: error_body(error) | {"models": told})
 
 
 def _stats_of(model: ServedModel) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from rootstock.errors import (
     HttpRefused,
@@ -29,6 +30,8 @@ from rootstock.errors import (
     RootstockError,
     RouteNotFound,
     Unauthorized,
+    Unsupported,
+    WebSocketRefused,
 )
 from rootstock.logs import REQUEST_FIELDS
 
@@ -63,12 +66,13 @@ _MEANINGS = {
     413: "The body is too large.",
     414: "The URL is too long.",
     415: "The body is not JSON in UTF-8.",
+    426: "The request asks for a WebSocket, which the server does not speak.",
     429: "The server is full, or the tenant has reached a limit. Try again after Retry-After.",
     431: "The head is too large.",
     500: "The server failed.",
     503: "The server stops, or has too many connections or bodies. Try again.",
 }
-_ANY_ROUTE = (400, 401, 403, 408, 413, 414, 431, 500, 503)  # of the connection, the guard and the engine
+_ANY_ROUTE = (400, 401, 403, 408, 413, 414, 426, 431, 500, 503)  # of the connection, the guard and the engine
 MODEL_ROUTE = (404, 415, 429)  # further ones, of a route with a body that names a model and waits for a turn
 
 
@@ -129,6 +133,8 @@ def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONR
             headers["WWW-Authenticate"] = "Bearer"
             # Claude Code repeats a request that was refused for its key for minutes, unless it is told.
             headers["X-Should-Retry"] = "false"
+        case WebSocketRefused():
+            headers |= {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"}  # the protocol to use instead
     return JSONResponse(body, error.http_status, headers)
 
 
@@ -148,15 +154,18 @@ def install_error_handlers(app: FastAPI, forms: ErrorForms) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if isinstance(error, BodyRefused):
             return respond(error.error, request)
-        route = f"{request.method} {request.url.path}"
+        method, path = request.method, request.url.path
+        form = forms.of(path)
         match error.status_code:
             case 404:
-                refusal: RootstockError = RouteNotFound(route)
+                meant = _path_meant(app, request)
+                form = forms.of(meant or path)
+                refusal: RootstockError = RouteNotFound(method, path, meant)
             case 405:
-                refusal = MethodNotAllowed(route)
+                refusal = MethodNotAllowed(f"{method} {path}")
             case _:
                 refusal = HttpRefused(str(error.detail))
-        response = respond(refusal, request)
+        response = error_response(refusal, form)
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
         return response
@@ -174,6 +183,16 @@ def install_error_handlers(app: FastAPI, forms: ErrorForms) -> None:
         return response
 
 
+def _path_meant(app: FastAPI, request: Request) -> str | None:
+    """Returns the path of a route that a client means whose base URL lacks /v1, or has too much before it."""
+    path = request.url.path
+    for candidate in (f"/v1{path}", path[max(0, path.rfind("/v1/")) :]):
+        scope = {**request.scope, "path": candidate}
+        if any(route.matches(scope)[0] is Match.FULL for route in app.routes):
+            return candidate
+    return None
+
+
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
     """Makes one error of the first wrong field. The errors of a union's alternatives are joined."""
     first = errors[0]
@@ -186,6 +205,10 @@ def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError
         return MissingParameter(f"{path}.{first['loc'][-1]}" if path else str(first["loc"][-1]))
     if first["type"] == "missing":
         return InvalidJson("it is empty")
+    if first["type"] == "extra_forbidden":
+        return Unsupported(
+            ".".join(map(str, first["loc"][1:])), "Check its spelling: GET /docs lists the fields."
+        )
     # The deepest place is reported: the 5 of ["a", 5] rather than the list.
     located = [(*_locate(error["loc"][1:], body), error) for error in errors]
     path, value, _ = max(

@@ -62,6 +62,7 @@ class Answerer:
             generation.submit(model.engine, report.submitted(call))
             self._metrics.dropped(call.dropped)
             self._metrics.tools_ignored(call.ignored_tools)
+            self._metrics.media_mentioned(call.media)
             return call
 
         try:

@@ -5,6 +5,7 @@ The route that explains a body has the path of the route that answers it, below 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,7 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
+from rootstock.engine.conversation.types import Medium
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.prompts.explained import explained_in_words, text_before
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
@@ -32,12 +34,19 @@ class ExplainedPrompt:
     dropped: tuple[DroppedHead, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     adapter: str = ""
+    media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> ExplainedPrompt:
         prompt = chat.prompt
         return ExplainedPrompt(
-            prompt.tokens, chat.salt, prompt.sampled_tokens, chat.dropped, prompt.boundaries, chat.adapter
+            prompt.tokens,
+            chat.salt,
+            prompt.sampled_tokens,
+            chat.dropped,
+            prompt.boundaries,
+            chat.adapter,
+            chat.template.media,
         )
 
 
@@ -67,6 +76,7 @@ class Explainer:
         return told | {
             "sampled_tokens": prompt.sampled_tokens,
             "dropped": [asdict(head) for head in prompt.dropped],
+            "media": dict(Counter(medium.kind for medium in prompt.media)),
         }
 
 

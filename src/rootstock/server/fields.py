@@ -1,15 +1,21 @@
-"""Fields of requests that several wire formats have: types of values, and parameters of sampling.
+"""Fields of requests that several wire formats have: types of values, parameters of sampling, and reasoning.
 
-Fields that OpenAI does not have (top_k, min_p, cache_salt, …) have the names of other OpenAI-compatible servers.
+Fields that OpenAI does not have (top_k, min_p, cache_salt, …) have the names of other OpenAI-compatible servers. A
+value that asks for nothing is never refused: null, an empty value (`is_empty`), or a neutral value of the field
+(`null_if`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.conversation.template import refuse_unread_variables
+from rootstock.engine.conversation.types import IgnoredField
 from rootstock.engine.limits import (
     MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
@@ -23,12 +29,42 @@ from rootstock.engine.limits import (
 )
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.errors import InvalidParameter
+from rootstock.errors import InvalidParameter, shown
 
-REASONING_SWITCHES = ("enable_thinking", "thinking")  # a template has one of them, or none
+REASONING_SWITCHES = ("enable_thinking", "thinking")  # for reasoning: a template has one of them, or none
+_EFFORT = "reasoning_effort"
+_NO_EFFORT = "none"
+# Levels that clients know. A template knows those of its model, of which "high" is usually the last one.
+EFFORTS = (_NO_EFFORT, "minimal", "low", "medium", "high", "xhigh", "max")
+_USUAL_EFFORTS = ("low", "medium", "high")
+USUAL_VERBOSITY = "medium"
+NO_VERBOSITY = "no model here has answers of several lengths to choose from"
+# Names of other servers for the most tokens of reasoning; -1: any number.
+_BUDGETS = ("max_thinking_tokens", "reasoning_budget", "thinking_budget", "thinking_token_budget")
+
+Json = dict[str, Any]
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a value asks for nothing, whatever the field: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def null_if(*neutral: Any) -> BeforeValidator:
+    """Reads values that ask for nothing as null."""
+    return BeforeValidator(
+        lambda value: None if any(type(value) is type(each) and value == each for each in neutral) else value
+    )
+
+
+def default_if_null(default: Any) -> BeforeValidator:
+    """Reads null as the field's default, for a field whose type has no null."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+ModelName = Annotated[Label | None, null_if("")]
 # `fail_fast`, because each wrong value would be an error of its own, and reporting many takes minutes. Keys are
 # not checked: a key may be half of a surrogate pair, which is no valid text.
 JsonObject = dict[Any, Any]
@@ -37,6 +73,15 @@ JsonObject = dict[Any, Any]
 class Wire(BaseModel):
     # extra="allow" keeps the fields that are not declared, for `refuse_unsupported`.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class ClosedWire(Wire):
+    """A body of the server's own routes: a field that is not declared is refused.
+
+    Without a misspelled one, the route would do something else: clear all models instead of one.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class SamplingFields(Wire):
@@ -51,14 +96,17 @@ class SamplingFields(Wire):
     ) = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
+    logit_bias: Annotated[
         Annotated[
             JsonObject, Field(max_length=MAX_LOGIT_BIASES, description="token ids to biases from -100 to 100")
         ]
-        | None
-    ) = None
+        | None,
+        null_if([], False),  # llama.cpp's types
+    ] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None, null_if("")
+    ] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -85,6 +133,8 @@ class SamplingFields(Wire):
         )
 
     def stopping(self, max_tokens: int | None, vocab_size: int) -> StopParams:
+        if max_tokens == -1:  # other servers' word for no limit
+            max_tokens = None
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         for text in stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
@@ -117,3 +167,159 @@ def _biases(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, float]:
             raise InvalidParameter(f"logit_bias.{key}", bias, "a number from -100 to 100")
         biases[int(key)] = float(bias)
     return biases
+
+
+# ---- reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningWish:
+    """The wish of one field: to switch reasoning on or off, or an effort, or neither."""
+
+    field: str
+    value: Any  # as the client sends it
+    switch: bool | None = None
+    effort: str | None = None
+
+
+class ReasoningOptions(Wire):
+    """`reasoning` of OpenAI's Responses, and of OpenRouter's chats."""
+
+    effort: Label | None = None
+    enabled: bool | None = None
+    max_tokens: Count | None = None
+
+
+class ReasoningFields(Wire):
+    """Fields about reasoning, and other variables of a chat template."""
+
+    chat_template_kwargs: JsonObject | None = None
+    enable_thinking: bool | None = None
+    thinking: Annotated[
+        bool | JsonObject | None,
+        Field(description="true, false, or an object with a 'type': enabled, disabled, adaptive"),
+        null_if({}),
+    ] = None
+    reasoning_effort: Annotated[Label | None, null_if("")] = None
+    reasoning: ReasoningOptions | None = None
+
+    def reasoning_budget(self) -> int | None:
+        """Returns the most tokens of reasoning; None: any number. Raises InvalidParameter."""
+        asked = {name: (self.model_extra or {}).get(name) for name in _BUDGETS}
+        if isinstance(self.thinking, dict):
+            asked["thinking.budget_tokens"] = self.thinking.get("budget_tokens")
+        if self.reasoning is not None:
+            asked["reasoning.max_tokens"] = self.reasoning.max_tokens
+        given = {name: value for name, value in asked.items() if value not in (None, -1)}
+        for name, value in given.items():
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise InvalidParameter(name, value, "a number of tokens")
+        return min(given.values(), default=None)
+
+    def template_variables(self, names: TemplateNames) -> tuple[Json, tuple[IgnoredField, ...]]:
+        """Returns the template's variables, and the fields that it cannot follow.
+
+        Raises InvalidParameter and Unsupported.
+        """
+        if self.model_fields_set.isdisjoint(ReasoningFields.model_fields):
+            return {}, ()
+        # An empty value of a variable that the template does not read has no effect either.
+        given = {
+            name: value
+            for name, value in (self.chat_template_kwargs or {}).items()
+            if value is not None and not (is_empty(value) and name not in names.variables)
+        }
+        wishes = [*_wishes_of(given, names), *self._wishes()]
+        of_wishes = {wish.field.removeprefix(_KWARGS) for wish in wishes if wish.field.startswith(_KWARGS)}
+        variables = {name: value for name, value in given.items() if name not in of_wishes}
+        refuse_unread_variables(variables, names)
+        return variables, set_reasoning(variables, wishes, names)
+
+    def _wishes(self) -> Iterator[ReasoningWish]:
+        options = self.reasoning or ReasoningOptions()
+        yield ReasoningWish("enable_thinking", self.enable_thinking, switch=self.enable_thinking)
+        yield ReasoningWish("thinking", self.thinking, switch=switch_of_thinking(self.thinking))
+        yield ReasoningWish("reasoning.enabled", options.enabled, switch=options.enabled)
+        yield ReasoningWish(_EFFORT, self.reasoning_effort, effort=self.reasoning_effort)
+        yield ReasoningWish("reasoning.effort", options.effort, effort=options.effort or None)
+
+
+_KWARGS = "chat_template_kwargs."
+
+
+def _wishes_of(kwargs: Mapping[Any, Any], names: TemplateNames) -> Iterator[ReasoningWish]:
+    """Yields the wishes of variables that the template does not read, although others of their kind do."""
+    for name in (*REASONING_SWITCHES, _EFFORT):
+        value = kwargs.get(name)
+        if name in names.variables:
+            continue
+        if name in REASONING_SWITCHES and isinstance(value, bool):
+            yield ReasoningWish(_KWARGS + name, value, switch=value)
+        elif name == _EFFORT and isinstance(value, str) and len(value) <= MAX_LABEL_CHARS:
+            yield ReasoningWish(_KWARGS + name, value, effort=value or None)
+
+
+def switch_of_thinking(asked: bool | Json | None) -> bool | None:
+    """Returns whether the model reasons; None leaves it to the template. Raises InvalidParameter."""
+    if not isinstance(asked, dict):
+        return asked
+    match asked.get("type"):
+        case "enabled":
+            return True
+        case "disabled":
+            return False
+        case "adaptive":
+            return None
+        case other:
+            raise InvalidParameter("thinking.type", other, "'enabled', 'disabled' or 'adaptive'")
+
+
+def set_reasoning(
+    variables: Json, wishes: Iterable[ReasoningWish], names: TemplateNames
+) -> tuple[IgnoredField, ...]:
+    """Sets the template's variables of reasoning, and returns the fields that it cannot follow.
+
+    A template may have a switch, a variable of the effort, both or neither. An effort above none also switches
+    reasoning on, unless another field switches it off. Raises InvalidParameter for fields that contradict each other.
+    """
+    switch = next((name for name in REASONING_SWITCHES if name in names.variables), None)
+    ignored: list[IgnoredField] = []
+
+    def agree(wish: ReasoningWish, name: str, value: bool | str) -> None:
+        if variables.setdefault(name, value) != value:
+            raise InvalidParameter(
+                wish.field, wish.value, f"in agreement with {name}={shown(variables[name])}"
+            )
+
+    def ignore(wish: ReasoningWish, reason: str, wants_reasoning: bool | None) -> None:
+        ignored.append(IgnoredField(wish.field, reason, wants_reasoning))
+
+    in_order = sorted(wishes, key=lambda wish: wish.switch is None)  # switches outrank efforts
+    for wish in in_order:
+        if wish.switch is not None:
+            if switch is None:
+                ignore(wish, "the model's chat template has no switch for reasoning", wish.switch)
+            else:
+                agree(wish, switch, wish.switch)
+        elif wish.effort is not None:
+            is_off = wish.effort == _NO_EFFORT
+            is_read = _EFFORT in names.variables
+            # Without a switch, the word is all that such a template gets.
+            is_told = not is_off or switch is None or _NO_EFFORT in names.literals
+            if is_read and is_told and variables.get(_EFFORT) != wish.effort:
+                agree(wish, _EFFORT, _known_effort(wish.effort, names))
+            if switch is None:
+                if not is_read:
+                    ignore(wish, "the model's chat template knows no efforts", False if is_off else None)
+            elif is_off:
+                agree(wish, switch, False)
+            elif not variables.setdefault(switch, True) and not is_read:
+                ignore(wish, "reasoning is switched off", None)
+    return tuple(ignored)
+
+
+def _known_effort(effort: str, names: TemplateNames) -> str:
+    """Returns the effort that the template knows in the place of one of EFFORTS. Other names are the template's."""
+    if effort in names.literals or effort in _USUAL_EFFORTS or effort not in EFFORTS[1:]:
+        return effort
+    return "low" if effort == "minimal" else "high"

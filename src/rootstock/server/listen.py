@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
 
+# On every answer, also on those of the connection itself. Pages of other origins cannot load an answer as an image,
+# a script or the like; what the CORS headers of allowed origins let them read is not affected.
+_HEADERS_OF_ALL = [("X-Content-Type-Options", "nosniff"), ("Cross-Origin-Resource-Policy", "same-origin")]
+
 
 class Stops(Protocol):
     """An engine, or the models of a server."""
@@ -151,6 +155,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                headers=_HEADERS_OF_ALL,
                 timeout_graceful_shutdown=GRACE_S,
             )
         )

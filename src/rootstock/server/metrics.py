@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from rootstock.cache.stats import CacheStats
+from rootstock.engine.conversation.types import Medium
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
@@ -75,6 +76,11 @@ class Metrics:
             "Tools left out of prompts, because the server has none of their type",
             ["type"],
         )
+        self.unread_media = counter(
+            "rootstock_unread_media",
+            "Images, audio, video and files of messages, for which prompts have a line of text",
+            ["kind"],
+        )
         self.refused_tools = counter(
             "rootstock_refused_tools", "Requests refused because of a tool or its definition", ["code"]
         )
@@ -112,6 +118,10 @@ class Metrics:
     def tools_ignored(self, types: Iterable[str]) -> None:
         for type in types:
             self.ignored_tools.labels(type).inc()
+
+    def media_mentioned(self, media: Iterable[Medium]) -> None:
+        for kind, count in Tally(medium.kind for medium in media).items():
+            self.unread_media.labels(kind).inc(count)
 
     def refused(self, error: RootstockError) -> None:
         """Counts a refusal if its reason is a tool."""
@@ -246,7 +256,12 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
     blocks = {"free": cache.free_blocks, "cached": cache.cached_blocks, "live": cache.live_blocks}
     gauges("cache_blocks", "Blocks of the pool", "state", blocks)
     gauge("cache_checkpoints", "Positions that requests can resume at", cache.checkpoints)
-    used = {"used": cache.used_bytes, "checkpoints": cache.checkpoint_bytes}
+    used = {
+        "used": cache.used_bytes,
+        "checkpoints": cache.checkpoint_bytes,
+        "retained": cache.retained_bytes,
+        "pinned": cache.pinned_bytes,
+    }
     gauges("cache_bytes", "Memory of the cache", "of", {"budget": cache.budget_bytes, **used})
     for family in cache.families:
         rows = {"free": family.free_rows, "cached": family.cached_rows, "live": family.live_rows}
@@ -256,6 +271,28 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
             size = number * family.row_bytes
             families.gauge("rootstock_cache_row_bytes", "Bytes of each family's rows", size, where)
     counter("evicted_tokens", "Cached tokens that were evicted from memory", cache.evicted_tokens)
+    help = (
+        "Cached prompt tokens behind the last whole block of a hit, which a cache of whole blocks would miss"
+    )
+    counter("hit_tokens_inside_blocks", help, cache.inside_block_tokens)
+    moved = {
+        "copied": cache.copied_blocks,
+        "duplicate": cache.duplicate_blocks,
+        "evicted": cache.evicted_blocks,
+    }
+    counts("block_events", "Blocks by event", "event", moved)
+    verdicts = {
+        "accepted": cache.accepted_hints,
+        "clipped": cache.clipped_hints,
+        "refused": cache.refused_hints,
+    }
+    counts("hints", "Hints of admitted requests by the decision about them", "verdict", verdicts)
+    lost = {"expired": cache.expired_grants, "displaced": cache.displaced_grants}
+    counts("lost_grants", "Cached entries that lost their retention, by the reason", "reason", lost)
+    help = "Cached tokens that were evicted within their time to live"
+    counter("evicted_retained_tokens", help, cache.evicted_retained_tokens)
+    gauge("pins", "Pinned prefixes", cache.pins)
+    counter("dropped_pins", "Pins given up for a request that could not run otherwise", cache.dropped_pins)
     counter("preemptions", "Running requests that were put back into the queue", cache.preemptions)
     events = {
         "taken": cache.checkpoints_taken,

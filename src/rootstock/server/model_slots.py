@@ -15,12 +15,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, assert_never
 
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import EngineConfig, ServedModelConfig, Task
+from rootstock.engine.clearing import Clearing, ModelNamespaces
 from rootstock.engine.device_thread import DeviceThread
+from rootstock.engine.stats import Cleared
 from rootstock.errors import (
+    ClearFailed,
+    ClearUnderWay,
     EngineStopped,
     MemoryLacks,
     ModelBusy,
@@ -32,6 +37,7 @@ from rootstock.errors import (
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.request_bodies import return_free_memory
 from rootstock.server.wire import ServedModel
+from rootstock.tiers.disk.tier import clear_directory
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,8 @@ M = TypeVar("M", bound=AnyModel)
 
 RETRY_S = 30.0  # a model that could not be loaded is tried again by the first request after this time
 _STOP_S = 60.0  # for the end of an unload when the server stops
+_WATCH_S = 0.25  # between two looks whether the server stops
+_MOST_TO_CLEAR = 1024  # of one model that is not loaded
 _MOST_BYTES_PER_PARAMETER = 8  # float32 weights, and copies of them in another layout
 
 Load = Callable[[ServedModelConfig], AnyModel]  # makes a model whose engine was not started
@@ -53,6 +61,8 @@ class Unloaded:
 @dataclass(slots=True)
 class Loading:
     done: Future[None]
+    awaited: int = 0  # requests that will use the model
+    loaded: Loaded | None = None  # what became of it
 
 
 @dataclass(slots=True)
@@ -80,6 +90,10 @@ class ModelSlot:
         self.state = state
         self.created = int(time.time())
         self.card: Mapping[str, Any] = {}  # numbers of the model, as it was loaded last
+        self.namespaces: ModelNamespaces | None = None  # as it was loaded last
+        self.to_clear: set[Clearing] = (
+            set()
+        )  # when it is loaded: before, the namespaces of its records are not known
         # None: not known before its first load.
         self.task: Task | None = "generate" if config is None else config.task
 
@@ -131,6 +145,29 @@ class ModelUse(Generic[M]):
             end()
 
 
+class AwaitedModel:
+    """A request's wait for the end of a load or an unload. It ends by `take` or by `drop`.
+
+    A loaded model counts the requests that waited for it as its uses: else the next load, of a model that another
+    client asks for, could take its memory before one of them came to it, again and again.
+    """
+
+    def __init__(self, done: Future[None], end: Callable[[], ModelUse[AnyModel] | None]) -> None:
+        self.done = done
+        self._end: Callable[[], ModelUse[AnyModel] | None] | None = end
+
+    def take(self) -> ModelUse[AnyModel] | None:
+        """Returns the use of the model, after the end; None: ask again."""
+        end, self._end = self._end, None
+        return None if end is None else end()
+
+    def drop(self) -> None:
+        """Gives up the wait. Idempotent."""
+        use = self.take()
+        if use is not None:
+            use.end()
+
+
 class ModelSlots:
     """All models of a server, and the thread that loads and unloads them. Any thread may call the methods."""
 
@@ -142,14 +179,20 @@ class ModelSlots:
         budget: SharedBudget | None = None,
         limits: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        records_of: Callable[[ServedModelConfig], Path | None] = lambda config: None,
     ) -> None:
-        """Without a `device`, the caller starts the engines. `limits` bound the requests that wait for loads."""
+        """Without a `device`, the caller starts the engines. `limits` bound the requests that wait for loads.
+
+        `records_of` returns the directory of a model's disk tier.
+        """
         self.all = tuple(slots)
         self.budget = budget
         self._load_model = load
         self._device = device
         self._limits = limits or EngineConfig()
         self._clock = clock
+        self._records_of = records_of
+        self._clearing = threading.Lock()  # held by a request that clears a model which was not loaded
         self._lock = threading.Lock()  # of the slots' states and of the fields below
         self._waiting = 0
         self._stopping = False
@@ -205,8 +248,8 @@ class ModelSlots:
 
     # ------------------------------------------------------------------------------------------- uses
 
-    def use(self, slot: ModelSlot) -> ModelUse[AnyModel] | Future[None]:
-        """Returns a use of a loaded model, or the end of the load or unload to wait for before asking again.
+    def use(self, slot: ModelSlot) -> ModelUse[AnyModel] | AwaitedModel:
+        """Returns a use of a loaded model, or the wait for the end of its load or unload.
 
         Begins to load a model that is unloaded. Raises ModelUnavailable and EngineStopped.
         """
@@ -218,17 +261,34 @@ class ModelSlots:
                 case Loaded():
                     state.uses += 1
                     return ModelUse(state.model, lambda: self._end_use(slot, state))
-                case Loading() | Unloading():
-                    return state.done
+                case Loading():
+                    return self._awaited(slot, state)
+                case Unloading():
+                    return AwaitedModel(state.done, lambda: None)
                 case Unloaded():
                     left_s = state.retry_at - self._clock()
                     if state.error is not None and left_s > 0:
                         raise ModelUnavailable(slot.name, state.error.code, left_s)
                     slot.state = loading = Loading(Future())
+                    awaited = self._awaited(slot, loading)
                 case _:
                     assert_never(state)
         self._tasks.put(lambda: self._load(slot))
-        return loading.done
+        return awaited
+
+    def _awaited(self, slot: ModelSlot, loading: Loading) -> AwaitedModel:
+        """Counts a request that waits for a load. Under the lock."""
+        loading.awaited += 1
+
+        def end() -> ModelUse[AnyModel] | None:
+            with self._lock:
+                loaded = loading.loaded
+                if loaded is None:
+                    loading.awaited -= 1  # it goes before the end, or the load has failed
+                    return None
+            return ModelUse(loaded.model, lambda: self._end_use(slot, loaded))
+
+        return AwaitedModel(loading.done, end)
 
     def _end_use(self, slot: ModelSlot, state: Loaded) -> None:
         with self._lock:
@@ -270,6 +330,57 @@ class ModelSlots:
             slot.state = unloading = Unloading(Future(), [state.model])
         self._tasks.put(lambda: self._unload(slot, unloading))
         return unloading.done
+
+    def clear(self, slot: ModelSlot, clearing: Clearing) -> Cleared:
+        """Removes the cached prefixes of a model, loaded or not. Waits for the end of its load or unload.
+
+        Raises ClearUnderWay, ClearFailed and EngineStopped. Not for an event loop.
+        """
+        model = slot.loaded
+        if model is not None:
+            try:
+                return model.clear(clearing)
+            except EngineStopped:
+                if slot.loaded is model:  # it is not being unloaded: the server stops, or the engine is dead
+                    raise
+        if not clearing.disk:
+            return Cleared(0, 0)
+        if not self._clearing.acquire(blocking=False):  # each holds a thread of the server
+            raise ClearUnderWay
+        try:
+            done: Future[Cleared] = Future()
+            self._tasks.put(lambda: self._clear(slot, clearing, done))
+            while not done.done():
+                wait([done], _WATCH_S)
+                if self._stopping and not done.done():
+                    raise EngineStopped
+            return done.result()
+        finally:
+            self._clearing.release()
+
+    def _clear(self, slot: ModelSlot, clearing: Clearing, done: Future[Cleared]) -> None:
+        """Clears a model that was not loaded when it was asked for. For the thread: no model is loaded meanwhile."""
+        try:
+            model = slot.loaded
+            done.set_result(self._clear_records(slot, clearing) if model is None else model.clear(clearing))
+        except Exception as error:
+            done.set_exception(error)
+
+    def _clear_records(self, slot: ModelSlot, clearing: Clearing) -> Cleared:
+        """Clears the disk tier of an unloaded model."""
+        folder = None if slot.config is None else self._records_of(slot.config)
+        if folder is None or not folder.exists():
+            return Cleared(0, 0)
+        if not clearing.is_of_all and slot.namespaces is None:
+            if len(slot.to_clear) >= _MOST_TO_CLEAR:
+                raise ClearUnderWay
+            slot.to_clear.add(clearing)
+            return Cleared(0, 0, later=True)
+        namespaces = [] if slot.namespaces is None else clearing.namespaces(slot.namespaces)
+        reason = clear_directory(folder, [each.digest() for each in namespaces])
+        if reason is not None:
+            raise ClearFailed(reason)
+        return Cleared(0, 0)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -333,7 +444,10 @@ class ModelSlots:
         assert slot.config is not None
         while True:
             try:
-                return self._load_model(slot.config)
+                model = self._load_model(slot.config)
+                while isinstance(model, ServedModel) and slot.to_clear:
+                    model.clear(slot.to_clear.pop())
+                return model
             except (ModelTooLarge, MemoryLacks, MemoryError) as error:
                 idle = self._idle()
                 if isinstance(error, ModelTooLarge) and error.weights_bytes - error.free_bytes > _most_bytes(
@@ -352,7 +466,7 @@ class ModelSlots:
                 slot.state = Unloaded()
             else:
                 model.engine.start(self._device)
-                slot.state = Loaded(model, idle_since=self._clock())
+                slot.state = state.loaded = Loaded(model, state.awaited, self._clock())
         if stopping:
             model.engine.stop()
         elif not state.done.done():
@@ -387,6 +501,8 @@ class ModelSlots:
             if not unloading.held:
                 return  # `stop` has taken it
             model = unloading.held.pop()
+        if isinstance(model, ServedModel):
+            slot.namespaces = model.engine.namespaces
         share = _share_of(model)
         try:
             model.engine.stop()

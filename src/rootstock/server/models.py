@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,6 +14,7 @@ from rootstock.cache.families import FullAttention
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
+from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.build import Assembly
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.embedding import EmbeddingEngine
@@ -22,12 +24,19 @@ from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
-from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound, ModelNotLoaded, Unsupported
+from rootstock.errors import (
+    EngineStopped,
+    InvalidOption,
+    MissingParameter,
+    ModelNotFound,
+    ModelNotLoaded,
+    Unsupported,
+)
 from rootstock.runtime.base import Embedder
 from rootstock.server.access import refuse_model_of_others
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.errors import ClientGone
-from rootstock.server.model_slots import Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
+from rootstock.server.model_slots import AwaitedModel, Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
 from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
@@ -51,7 +60,11 @@ def served_model(
             parse=config.parse_special_tokens,
             drop_volatile=config.drop_volatile,
         )
+    if config.dashboard:
+        engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
     next_turns = None
+    if engine.constraints is not None:
+        engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
     if engine.idle_prefills is not None:
         next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
     tool_parser = config.tool_parser if own is None else own.tool_parser
@@ -73,6 +86,7 @@ def served_model(
         visible_tokens=visible_tokens(output, tokenizer),
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
+        refuses_media=((own and own.media) or config.media) == "refuse",
         fingerprints=fingerprints,
         next_turns=next_turns,
     )
@@ -90,7 +104,7 @@ class ModelRegistry:
         self.queue = PreparationQueue(engine.max_batch, engine.max_queue)
         self._by_name, self._of_any_name = _by_name(slots.all, config.aliases)
         taken = set(self._by_name)
-        for name in (name for slot in slots.all for name in _adapters_of(slot)):
+        for name in (name for slot in slots.all for name in adapters_of(slot)):
             if name in taken:
                 allowed = "another name than those of models, aliases and other adapters"
                 raise InvalidOption("--adapter", name, allowed)
@@ -110,8 +124,10 @@ class ModelRegistry:
         config: ServerConfig,
         engine: EngineConfig,
         budget: SharedBudget | None = None,
+        records_of: Callable[[ServedModelConfig], Path | None] = lambda config: None,
     ) -> ModelRegistry:
-        """Makes the registry of models that `start` or requests load. Raises InvalidOption."""
+        """Makes the registry of models that `start` or requests load. `records_of` returns the directory of a model's
+        disk tier. Raises InvalidOption."""
         fingerprints = Fingerprints()  # of all models: an answer may be compared with one of another model
 
         def loaded(own: ServedModelConfig) -> AnyModel:
@@ -129,6 +145,7 @@ class ModelRegistry:
             DeviceThread(),
             budget,
             engine,
+            records_of=records_of,
         )
         registry = ModelRegistry(slots, config, engine)
         return registry
@@ -173,7 +190,7 @@ class ModelRegistry:
     def names(self) -> list[str]:
         """The names of models, and their aliases, without the alias for any name."""
         models = [slot.name for slot in self.slots.all]
-        adapters = [name for slot in self.slots.all for name in _adapters_of(slot)]
+        adapters = [name for slot in self.slots.all for name in adapters_of(slot)]
         return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
     def is_adapter(self, asked: str) -> bool:
@@ -181,7 +198,7 @@ class ModelRegistry:
         return asked not in self._by_name and self._slot_of_adapter(asked) is not None
 
     def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
-        return next((slot for slot in self.slots.all if asked in _adapters_of(slot)), None)
+        return next((slot for slot in self.slots.all if asked in adapters_of(slot)), None)
 
     def slot(self, asked: str | None) -> ModelSlot:
         """Returns the place of the model of a name. A request without a name gets the only model.
@@ -226,15 +243,52 @@ class ModelRegistry:
             raise ModelNotFound(asked, self.names)
         return model
 
-    def chosen(self, asked: str | None, request: Request) -> list[ServedModel]:
-        """Returns the model of a name, or all loaded models without one.
+    def slots_of(self, asked: str | None, request: Request) -> list[ModelSlot]:
+        """Returns the place of the generation model of a name, loaded or not; without one, those of all.
 
-        Raises ModelNotAllowed and the errors of `find`.
+        Raises ModelNotAllowed, Unsupported and the errors of `slot`.
         """
         if asked is None:
-            return self.loaded
+            return [slot for slot in self.slots.all if slot.task != "embed"]
         refuse_model_of_others(request, asked)
-        return [self.find(asked)]
+        slot = self.slot(asked)
+        _refuse_other_task(slot, "generate")
+        return [slot]
+
+    def ask(
+        self, asked: str | None, request: Request, question: Callable[[ServedModel], T]
+    ) -> list[tuple[ServedModel, T]]:
+        """Asks the loaded model of a name, or all loaded models. One that is unloaded meanwhile has no answer.
+
+        Raises ModelNotAllowed, and the errors of `find` and of the question.
+        """
+        if asked is None:
+            return self.ask_loaded(question)
+        refuse_model_of_others(request, asked)
+        return [self.ask_one(asked, question)]
+
+    def ask_one(self, asked: str | None, question: Callable[[ServedModel], T]) -> tuple[ServedModel, T]:
+        """Asks the loaded model of a name. Raises the errors of `find` and of the question."""
+        model = self.find(asked)
+        for answered in self._answers([model], question):
+            return answered
+        raise ModelNotLoaded(model.name)
+
+    def ask_loaded(self, question: Callable[[ServedModel], T]) -> list[tuple[ServedModel, T]]:
+        """Asks all loaded models. Raises the errors of the question."""
+        return list(self._answers(self.loaded, question))
+
+    def _answers(
+        self, models: Sequence[ServedModel], question: Callable[[ServedModel], T]
+    ) -> Iterator[tuple[ServedModel, T]]:
+        for model in models:
+            try:
+                answer = question(model)
+            except EngineStopped:
+                if any(each.engine is model.engine for each in self.loaded):
+                    raise  # it is not being unloaded: the server stops, or the engine is dead
+            else:
+                yield model, answer
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -245,7 +299,10 @@ class ModelRegistry:
 
     def health(self) -> Health:
         """Reports whether all engines work, with the sums of their numbers."""
-        found = [model.engine.health() for slot in self.slots.all if (model := slot.model) is not None]
+        asked = [(slot, model) for slot in self.slots.all if (model := slot.model) is not None]
+        told = [(slot, model, model.engine.health()) for slot, model in asked]
+        # An engine that is not alive may have been stopped since, to be unloaded.
+        found = [one for slot, model, one in told if one.alive or slot.model is model]
         dead = next((one for one in found if not one.alive), None)
         return Health(
             dead is None,
@@ -307,10 +364,14 @@ class ModelRegistry:
         _refuse_other_task(slot, task)
         found = self.slots.use(slot)
         if not isinstance(found, ModelUse):
-            with self.slots.wait():
-                while not isinstance(found, ModelUse):
-                    await unless_gone(found, request)
-                    found = self.slots.use(slot)
+            try:
+                with self.slots.wait():
+                    while not isinstance(found, ModelUse):
+                        await unless_gone(found.done, request)
+                        found = found.take() or self.slots.use(slot)
+            finally:
+                if isinstance(found, AwaitedModel):
+                    found.drop()
         try:
             _refuse_other_task(slot, task)
         except Unsupported:
@@ -336,7 +397,7 @@ class ModelRegistry:
             await unless_gone(done, request)
 
 
-def _adapters_of(slot: ModelSlot) -> list[str]:
+def adapters_of(slot: ModelSlot) -> list[str]:
     """Returns the names of a model's LoRA adapters: of an unloaded one, those that are loaded with it."""
     model = slot.loaded
     if model is not None:

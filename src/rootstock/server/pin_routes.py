@@ -22,7 +22,7 @@ from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ExplainRequest, ReleaseRequest
-from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.prompt_bodies import StateRoute, refuse_misspelled
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.wire import Json, ServedModel
@@ -31,16 +31,17 @@ _POSTED = documented_errors(409, *MODEL_ROUTE)
 
 
 def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig) -> APIRouter:
-    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
+    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=StateRoute)
 
     async def pin(
-        asked: str | None,
+        body: ExplainRequest | CountTokensRequest | ResponseRequest,
         request: Request,
         tenant: str,
         make_prompt: Callable[[ServedModel], ExplainedPrompt],
         name: str,
     ) -> Json:
         owner_of_pins(request, tenant, config)
+        refuse_misspelled(body)
 
         def pinned(model: ServedModel) -> Json:
             prompt = make_prompt(model)
@@ -50,7 +51,7 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
             return pin_body(found)
 
         try:
-            return await models.run(asked, request, pinned)
+            return await models.run(body.model, request, pinned)
         except RequestError as error:
             if error.param == "prompt":  # the engine's name
                 error.param = name
@@ -62,22 +63,20 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
     async def pin_prompt(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of a prompt in memory until it is released."""
         name = "prompt" if body.messages is None else "messages"
-        return await pin(
-            body.model, request, tenant, lambda model: explained_prompt(model, body, tenant), name
-        )
+        return await pin(body, request, tenant, lambda model: explained_prompt(model, body, tenant), name)
 
     @router.post("/pin/messages", responses=_POSTED)
     async def pin_messages(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of a conversation's prompt in memory until it is released."""
         return await pin(
-            body.model, request, tenant, lambda model: messages_prompt(model, body, tenant), "messages"
+            body, request, tenant, lambda model: messages_prompt(model, body, tenant), "messages"
         )
 
     @router.post("/pin/responses", responses=_POSTED)
     async def pin_response(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of the prompt of a request in memory until it is released."""
         return await pin(
-            body.model,
+            body,
             request,
             tenant,
             lambda model: ExplainedPrompt.of_chat(responses.chat(model, body, tenant)),
@@ -96,7 +95,8 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
     def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
         """Lists the pins of the tenant. The operator sees those of all tenants."""
         owner = owner_of_pins(request, tenant, config)
-        return {"pins": [pin_body(pinned) for model in models.loaded for pinned in model.engine.pins(owner)]}
+        listed = models.ask_loaded(lambda model: model.engine.pins(owner))
+        return {"pins": [pin_body(pinned) for _, of_model in listed for pinned in of_model]}
 
     return router
 
@@ -115,8 +115,10 @@ def owner_of_pins(request: Request, tenant: str, config: ServerConfig) -> str | 
 def release_pin(models: ModelRegistry, id: str, owner: str | None) -> bool:
     """Releases a pin of an owner, or of all. Returns False if there is none. Waits for the engines' threads."""
     # Models of the same weights give a prefix the same id: each of them is asked.
-    released = [model.engine.release_pin(PinId(id), owner) for model in models.loaded]
-    return any(released)
+    return any(
+        released
+        for _, released in models.ask_loaded(lambda model: model.engine.release_pin(PinId(id), owner))
+    )
 
 
 def pin_body(pinned: Pinned) -> Json:

@@ -25,9 +25,17 @@ def probe_routes(health: Callable[[], Health], drain: Drain) -> APIRouter:
         found = health()
         return None if found.alive else f"dead: {found.detail}"
 
-    @router.get("/livez", responses=_unless("An engine is dead or hangs: restart the server."))
+    not_working = _unless("An engine is dead or hangs: restart the server.")
+
+    @router.get("/livez", responses=not_working)
     async def livez() -> JSONResponse:
         """Tells whether the server works. One that does not never recovers."""
+        return probed(not_alive())
+
+    @router.post("/ping", responses=documented_errors(415) | not_working)
+    @router.get("/ping", responses=not_working)
+    async def ping() -> JSONResponse:
+        """Tells the same as /livez, under the name that SageMaker and vLLM's clients use."""
         return probed(not_alive())
 
     @router.get(

@@ -11,9 +11,12 @@ import functools
 import json
 import os
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import numpy as np
 from fastapi import Request, Response
@@ -21,6 +24,7 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 
+from rootstock.engine.constraints.turns import refuse_gone
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server.errors import ClientGone
@@ -33,6 +37,7 @@ LONG_BODY_BYTES = 65_536  # a prompt of about 16,000 tokens: 30 ms of a core
 
 _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = MIB
+_NUMBER_DIGITS = 256  # Python reads a number in the square of its digits: 16 MiB of long ones took 0.3 s
 _CORES_PER_LONG_BODY = 4
 _SHORT_BODIES_AT_ONCE = 8
 _LARGE_BODY_BYTES = MIB  # from this size on, unused memory is returned to the system afterwards
@@ -85,8 +90,21 @@ def check_shape(body: bytes) -> None:
             depth = int(depths[-1])
         if values > MAX_BODY_VALUES:
             raise JsonTooComplex(f"more than {MAX_BODY_VALUES:,} values")
+        if _has_long_number(chars, outside):
+            raise JsonTooComplex(f"a number of more than {_NUMBER_DIGITS} digits")
         if objects > MAX_BODY_OBJECTS:
             raise JsonTooComplex(f"more than {MAX_BODY_OBJECTS:,} lists, objects and fields of objects")
+
+
+def _has_long_number(chars: NDArray[np.uint8], outside: Bits) -> bool:
+    """Returns whether there is a number of twice as many digits as allowed. Some shorter ones are found, too.
+
+    Such a number fills one of the rows into which the characters are divided.
+    """
+    rows = len(chars) // _NUMBER_DIGITS
+    digits = chars[: rows * _NUMBER_DIGITS] - np.uint8(ord("0")) < 10
+    full = digits.reshape(rows, _NUMBER_DIGITS).all(axis=1)
+    return bool((full & outside[: rows * _NUMBER_DIGITS : _NUMBER_DIGITS]).any())
 
 
 def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -> tuple[Bits, bool, bool]:
@@ -118,6 +136,38 @@ def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -
     return ~inside, bool(inside[-1]), ends_escaped
 
 
+@dataclass(slots=True)
+class _Preparation:
+    """The bytes of a request from which its prompt is made: those of its body and those that it refers to."""
+
+    count_bytes: int
+
+    @property
+    def is_long(self) -> bool:
+        return self.count_bytes >= LONG_BODY_BYTES
+
+
+class _IsLong(Exception):
+    """The preparation of a short body turns out to be a long one, before it has begun."""
+
+
+_preparation: ContextVar[tuple[_Preparation, bool] | None] = ContextVar("preparation", default=None)
+
+
+def count_more_bytes(count: int) -> None:
+    """Counts bytes that a preparation is about to read beside the body of its request.
+
+    A short body can refer to a long history. Its preparation ends here, and begins again when it is its turn among
+    the long ones: call this before work that cannot be repeated.
+    """
+    current = _preparation.get()
+    if current is not None:
+        preparation, among_long = current
+        preparation.count_bytes += count
+        if preparation.is_long and not among_long:
+            raise _IsLong
+
+
 class PreparationQueue:
     """Queue that bounds how many requests are rendered and tokenized at once. Used on event loops' threads.
 
@@ -137,8 +187,14 @@ class PreparationQueue:
 
         Raises QueueFull, ClientGone if the client leaves while the request waits, and the errors of `prepare`.
         """
-        body_bytes = len(await request.body())
-        limiter = self._long if body_bytes >= LONG_BODY_BYTES else self._short
+        preparation = _Preparation(len(await request.body()))
+        try:
+            return await self._run(request, prepare, preparation)
+        except _IsLong:
+            return await self._run(request, prepare, preparation)
+
+    async def _run(self, request: Request, prepare: Callable[[], T], preparation: _Preparation) -> T:
+        limiter = self._long if preparation.is_long else self._short
         if self._waiting[limiter] >= self._max_batch + self._max_queue:
             raise QueueFull(self._max_batch, self._max_queue)
         self._waiting[limiter] += 1
@@ -146,13 +202,21 @@ class PreparationQueue:
             async with limiter:
                 if await request.is_disconnected():
                     raise ClientGone
+                refuse_gone.set(lambda: anyio.from_thread.run(_refuse_gone, request))
+                token = _preparation.set((preparation, limiter is self._long))
                 try:
                     return await anyio.to_thread.run_sync(prepare)
                 finally:
-                    if body_bytes >= _LARGE_BODY_BYTES:
+                    _preparation.reset(token)
+                    if limiter is self._long and preparation.count_bytes >= _LARGE_BODY_BYTES:
                         await anyio.to_thread.run_sync(return_free_memory)
         finally:
             self._waiting[limiter] -= 1
+
+
+async def _refuse_gone(request: Request) -> None:
+    if await request.is_disconnected():
+        raise ClientGone
 
 
 def return_free_memory() -> None:

@@ -11,6 +11,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.logs import ACCESS_LOGGER, REQUEST_FIELDS, new_request_id
+from rootstock.server.access import is_request_of_api
 from rootstock.server.errors import REQUEST_ID_HEADER
 from rootstock.server.metrics import Metrics
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
@@ -39,7 +40,7 @@ class RequestLog:
         scope.setdefault("state", {})[REQUEST_STATE] = info
         fields = {"request_id": info.id}
         span: RequestSpan | None = None
-        if self._tracing is not None and method == "POST" and info.path.startswith("/v1/"):
+        if self._tracing is not None and method == "POST" and is_request_of_api(info.path):
             span = self._tracing.begin(scope["headers"], info.began_ns)
             if span.trace_id:
                 fields["trace_id"] = span.trace_id

@@ -23,9 +23,6 @@ CSRF_HEADER = b"x-csrf-token"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 256  # the oldest end first
 MAX_SESSIONS_OF_KEY = 16
-MAX_ADDRESSES = 1024  # whose failed logins are counted
-FREE_FAILURES = 8  # failed logins of one address without a pause
-PAUSE_S = 10.0  # for each further one
 _MAX_COOKIES_BYTES = 8192
 
 Headers = Mapping[bytes, bytes]
@@ -54,7 +51,6 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: OrderedDict[str, Session] = OrderedDict()  # by token, the oldest first
-        self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: debt, and when
 
     def __len__(self) -> int:
         return len(self._open)
@@ -86,23 +82,6 @@ class Sessions:
             return session
         self.close(session)
         return None
-
-    # ------------------------------------------------------------------------------------ failed logins
-
-    def failed(self, address: str) -> None:
-        """Counts a failed login of an address."""
-        self._failures[address] = (self._debt(address) + 1, self._clock())
-        self._failures.move_to_end(address)
-        while len(self._failures) > MAX_ADDRESSES:
-            self._failures.popitem(last=False)
-
-    def must_wait_s(self, address: str) -> float:
-        """Returns how long an address may not log in; 0: it may."""
-        return max(0.0, (self._debt(address) - FREE_FAILURES + 1) * PAUSE_S)
-
-    def _debt(self, address: str) -> float:
-        debt, at = self._failures.get(address, (0.0, 0.0))
-        return max(0.0, debt - (self._clock() - at) / PAUSE_S)
 
 
 def cookie_name(headers: Headers) -> str:

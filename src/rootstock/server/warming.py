@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from rootstock.cache.hints import CacheHints, Retention
 from rootstock.cache.types import Tokens
-from rootstock.engine.idle.prefills import MOST_OF_OWNER, IdleEnd, IdleKind, IdlePrefill
-from rootstock.engine.limits import refuse_more_than
+from rootstock.engine.idle.prefills import IdleEnd, IdleKind, IdlePrefill
 from rootstock.errors import (
     EngineStopped,
     IdleWorkFull,
@@ -34,8 +33,8 @@ from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ExplainRequest, WarmRequest
+from rootstock.server.prompt_bodies import StateRoute, refuse_misspelled
 from rootstock.server.rate_limits import Meter
-from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.wire import Json, ServedModel
@@ -214,7 +213,7 @@ def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> 
     router = APIRouter(
         prefix=WARM,
         tags=["Cache"],
-        route_class=BoundedJsonRoute,
+        route_class=StateRoute,
         responses=documented_errors(*MODEL_ROUTE, 404),
     )
 
@@ -228,11 +227,12 @@ def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> 
     @router.post("")
     async def warm(body: WarmRequest, request: Request, tenant: Tenant, wait: bool = False) -> Json:
         """Caches a prompt, or several, while no request runs. With `wait`, answers when all have ended."""
+        for each in (body, *(body.prompts or ())):
+            refuse_misspelled(each)
         if body.prompts is None:
             return await warmed(body, request, tenant, wait=wait)
         if body.messages is not None or body.prompt is not None:
             raise InvalidParameter("prompts", body.prompts, "left out beside 'messages' and 'prompt'")
-        refuse_more_than(MOST_OF_OWNER, list(body.prompts), "prompts")
 
         async def one(each: ExplainRequest) -> Json:
             try:
@@ -247,6 +247,7 @@ def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> 
         body: CountTokensRequest, request: Request, tenant: Tenant, wait: bool = False
     ) -> Json:
         """Caches the prompt of a conversation of the Messages API while no request runs."""
+        refuse_misspelled(body)
         return await warmer.warm(
             body.model, request, tenant, lambda model: messages_prompt(model, body, tenant), wait=wait
         )
@@ -256,6 +257,7 @@ def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> 
         body: ResponseRequest, request: Request, tenant: Tenant, wait: bool = False
     ) -> Json:
         """Caches the prompt of a request to the Responses API while no request runs."""
+        refuse_misspelled(body)
         return await warmer.warm(
             body.model,
             request,

@@ -17,11 +17,13 @@ import numpy as np
 
 from rootstock.cache.hints import CacheHints
 from rootstock.engine.adapters import NamedAdapter
+from rootstock.engine.clearing import Clearing
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
+from rootstock.engine.conversation.media import mentioned, refuse_media
 from rootstock.engine.conversation.template import TemplateInput, template_input
-from rootstock.engine.conversation.types import Conversation
+from rootstock.engine.conversation.types import Conversation, IgnoredField, Medium
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.engine import Engine
@@ -49,6 +51,7 @@ from rootstock.engine.request import (
     requests_for,
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.stats import Cleared
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
@@ -175,6 +178,7 @@ class Call:
     lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
     dropped: tuple[DroppedHead, ...] = ()  # from the prompt
     ignored_tools: tuple[str, ...] = ()  # their types: the model does not see them
+    media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
 
     @property
     def headers(self) -> dict[str, str]:
@@ -222,6 +226,7 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    ignored: tuple[IgnoredField, ...] = ()
     adapter: str = ""
     next_turn: NextTurn | None = None  # None: idle work is off
 
@@ -304,6 +309,7 @@ class ServedModel:
     output: OutputFormat = PLAIN  # of the model's answers
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
+    refuses_media: bool = False  # an image or another medium is an error, rather than a line of the prompt
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
     next_turns: NextTurns | None = None  # None: idle work is off
     adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
@@ -317,6 +323,13 @@ class ServedModel:
             adapter=adapter.fingerprint,
             parent=self.parent or self.name,
         )
+
+    def clear(self, clearing: Clearing) -> Cleared:
+        """Removes cached prefixes, and what is kept of their texts. Raises the errors of `Engine.clear`."""
+        if clearing.memory and not clearing.public:
+            self.tokenizer.forget(clearing.salt)
+            self.fingerprints.forget(clearing.salt)
+        return self.engine.clear(clearing)
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
@@ -342,12 +355,15 @@ class ServedModel:
         dropped: tuple[DroppedHead, ...] = ()
         if self.drop_volatile:
             conversation, dropped = without_volatile_heads(conversation)
+        self.tokenizer.refuse_more_chars(conversation.count_chars())
         template = template_input(conversation, self.model_tokenizer)
+        if self.refuses_media:
+            refuse_media(template.media)
         text = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         make = chat_with_boundaries if self.wants_boundaries else chat_with_marks
         prompt = make(text, self.tokenizer, salt, tenant)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
-        constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
+        constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt, tenant)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
         next_turn = None
@@ -365,6 +381,7 @@ class ServedModel:
             lambda: told(TextOnly()),
             constraint=constraint,
             dropped=dropped,
+            ignored=self._ignored(conversation, template),
             next_turn=next_turn,
             adapter=self.adapter,
         )
@@ -375,6 +392,11 @@ class ServedModel:
             return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
 
         return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
+
+    def _ignored(self, conversation: Conversation, template: TemplateInput) -> tuple[IgnoredField, ...]:
+        reasons = self.output.shows_reasoning
+        ignored = [one for one in conversation.ignored if one.wants_reasoning is not reasons]
+        return (*ignored, *mentioned(template.media))
 
     def _constraint(
         self,
@@ -401,16 +423,16 @@ class ServedModel:
         reasoning = None if found is None else replace(found, budget_tokens=reasoning_budget)
         return replace(asked or Constraint(param="reasoning_budget"), reasoning=reasoning)
 
-    def compiled(self, constraint: Constraint | None, salt: str) -> CompiledConstraint | None:
+    def compiled(self, constraint: Constraint | None, salt: str, tenant: str) -> CompiledConstraint | None:
         """Compiles a constraint: not for an event loop.
 
-        Raises ConstraintRefused, InvalidParameter and Unsupported.
+        Raises ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped.
         """
         if constraint is None or (constraint.grammar is None and constraint.reasoning is None):
             return None
         if self.constraints is None:
             raise Unsupported(constraint.param, "This model has no tokenizer. Leave it out.")
-        return self.constraints.compile(constraint, salt)
+        return self.constraints.compile(constraint, salt, tenant)
 
     def call(
         self,
@@ -422,6 +444,7 @@ class ServedModel:
         strict_max_tokens: bool = False,
         dropped: tuple[DroppedHead, ...] = (),
         ignored_tools: tuple[str, ...] = (),
+        media: tuple[Medium, ...] = (),
     ) -> Call:
         """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
         lowered = None
@@ -431,4 +454,4 @@ class ServedModel:
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
             requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-        return Call(format, requests, choices_per_prompt, stream, lowered, dropped, ignored_tools)
+        return Call(format, requests, choices_per_prompt, stream, lowered, dropped, ignored_tools, media)

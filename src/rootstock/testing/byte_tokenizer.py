@@ -85,3 +85,7 @@ class ByteTokenizer:
         if token < 256:
             return bytes([token])
         return self.SPECIAL[token - 256].encode() if token < self.vocab_size else b""
+
+
+# Of a model with this tokenizer: more than there are tokens, as most models have.
+PADDED_LOGITS = ByteTokenizer.vocab_size + 41

@@ -11,6 +11,7 @@ so a read of memory that was never written shows too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -50,23 +51,42 @@ def chunked(positions: int) -> ChunkedAttention:
     return ChunkedAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN, chunk=positions)
 
 
+# Numbers of splitmix64's finalizer, and the factor of `_chain` with its inverse modulo 2^64.
+_30, _27, _31, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FACTOR = 0xD1342543DE82EF95
+_INVERSE = pow(_FACTOR, -1, 2**64)
+
+
 def _mix(x: Hashes) -> Hashes:
     """Computes splitmix64's finalizer (Steele, Lea and Flood 2014), element by element. Overflow wraps on purpose."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> _30)
+    x *= _FIRST
+    x ^= x >> _27
+    x *= _SECOND
+    x ^= x >> _31
+    return x
+
+
+@lru_cache(maxsize=64)
+def _powers(of: int, count: int) -> Hashes:
+    """Returns [count] powers of a number modulo 2^64, from the first on."""
+    powers = np.cumprod(np.full(count, of, np.uint64), dtype=np.uint64)
+    powers.flags.writeable = False
+    return powers
 
 
 def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
-    """Computes hash[i] = hash[i-1] · odd constant + mix(token[i], position[i]), modulo 2^64."""
-    leaves = _mix(
-        tokens.astype(np.uint64) << np.uint64(32) | np.arange(past, past + len(tokens), dtype=np.uint64)
-    )
-    out = np.empty(len(tokens), np.uint64)
-    value, factor, mask = parent, 0xD1342543DE82EF95, 2**64 - 1
-    for i, leaf in enumerate(leaves.tolist()):
-        value = (value * factor + leaf) & mask
-        out[i] = value
+    """Computes hash[i] = hash[i-1] · odd constant + mix(token[i], position[i]), modulo 2^64.
+
+    hash[i] = constant^(i+1) · (parent + sum of mix[j] · constant^-(j+1) for j ≤ i): without a loop.
+    """
+    n = len(tokens)
+    leaves = _mix(tokens.astype(np.uint64) << _32 | np.arange(past, past + n, dtype=np.uint64))
+    rows = 1 << n.bit_length()  # few tables of powers
+    out = np.cumsum(leaves * _powers(_INVERSE, rows)[:n], dtype=np.uint64)
+    out += np.uint64(parent)
+    out *= _powers(_FACTOR, rows)[:n]
     return out
 
 
@@ -129,7 +149,7 @@ def _seen(
     """Computes digests [queries]. The other arrays begin at position `first`."""
     sums = _sums(tokens, positions, hashes, first)
     # A query at position q sees the positions that a resumption at q needs, and its own.
-    starts = np.array([family.first_visible(int(q)) for q in queries])
+    starts = np.array([family.first_visible(q) for q in queries.tolist()])
     return _mix(sums[queries + 1 - first] - sums[starts - first])
 
 

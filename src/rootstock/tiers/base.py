@@ -182,8 +182,8 @@ class Tier(Protocol):
         """Removes records that are wrong, so that they are never loaded again."""
         ...
 
-    def clear(self, namespace: bytes | None = None) -> None:
-        """Removes every record, or those whose identity has this namespace."""
+    def clear(self, namespace: bytes | None = None) -> bool:
+        """Removes every record, or those whose identity has this namespace. Returns False if some may remain."""
         ...
 
     def entries(self) -> Iterator[Entry]: ...
@@ -194,8 +194,10 @@ class Tier(Protocol):
 class UnavailableTier:
     """Tier that could not be opened: every load is a miss, and its state has the reason."""
 
-    def __init__(self, off: Off) -> None:
+    def __init__(self, off: Off, *, has_records: bool = False) -> None:
+        """With `has_records`, its directory may hold records that only a later start finds."""
         self._off = off
+        self._has_records = has_records
 
     @property
     def state(self) -> TierState:
@@ -216,8 +218,8 @@ class UnavailableTier:
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         pass
 
-    def clear(self, namespace: bytes | None = None) -> None:
-        pass
+    def clear(self, namespace: bytes | None = None) -> bool:
+        return not self._has_records
 
     def entries(self) -> Iterator[Entry]:
         return iter(())

@@ -136,13 +136,13 @@ class TierChain:
             self._condemned.update(key for key in struck if key in self._moving)
         self.lower.quarantine(struck)
 
-    def clear(self, namespace: bytes | None = None) -> None:
-        self.upper.clear(namespace)
+    def clear(self, namespace: bytes | None = None) -> bool:
+        above = self.upper.clear(namespace)
         with self._lock:
             self._condemned.update(
                 key for key, record in self._moving.items() if namespace in (None, record.identity.namespace)
             )
-        self.lower.clear(namespace)
+        return self.lower.clear(namespace) and above
 
     def entries(self) -> Iterator[Entry]:
         """Yields every record's entry once, each after those of the prefix that it continues. Uses of a record in

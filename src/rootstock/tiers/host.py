@@ -288,7 +288,7 @@ class HostTier:
                 self._wait_until_it_has_left(key)
         self._tell_gone(struck)
 
-    def clear(self, namespace: bytes | None = None) -> None:
+    def clear(self, namespace: bytes | None = None) -> bool:
         """Drops every record, or those of a namespace, for good. If some are being evicted, this returns after
         `on_evicted` has returned."""
         with self._changed:
@@ -298,6 +298,7 @@ class HostTier:
             for key in [key for key, held in self._leaving.items() if held.is_of(namespace)]:
                 self._wait_until_it_has_left(key)
         self._tell_gone(cleared)
+        return True
 
     def entries(self) -> Iterator[Entry]:
         """Yields every record's entry, each after those of the prefix that it continues."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rootstock.engine.constraints.asked import Constraint, Grammar
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.constraints.progress import AnswerProgress
+from rootstock.engine.constraints.progress import AnswerProgress, Masked
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.request import ResolvedSampling
 from rootstock.engine.sampling import Sampler
@@ -27,6 +27,18 @@ def byte_compiler() -> ConstraintCompiler:
 
 def compiled(grammar: Grammar, **constraint: object) -> CompiledConstraint:
     return byte_compiler().compile(Constraint(grammar, **constraint))  # type: ignore[arg-type]
+
+
+def accepts(constraint: CompiledConstraint, text: bytes) -> bool:
+    """Returns whether this text, written byte by byte, is a whole answer."""
+    progress, tokens = AnswerProgress(constraint), list(text)
+    if progress.agreeing(tokens) < len(tokens):
+        return False
+    for token in tokens:
+        progress.accept(token)
+    restriction = progress.restriction()
+    assert isinstance(restriction, Masked)
+    return restriction.may_end
 
 
 def random_answer(

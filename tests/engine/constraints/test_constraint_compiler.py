@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.constraints.helpers import BYTES, byte_compiler, random_answer
+from engine.constraints.helpers import BYTES, accepts, byte_compiler, random_answer
+from hostile_constraints import all_of_patterns, lark_chain, many_names, pattern_properties, ref_chain
 from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.json_schema import FORMATS, json_schema_of
@@ -76,10 +77,53 @@ def test_references_that_lead_back_to_themselves_are_refused() -> None:
         with pytest.raises(ConstraintRefused, match="leads back to itself"):
             schema(value)
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
-    chain = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5_000)}, "$ref": "#/$defs/d0"}
     either = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}
-    for value in (tree, chain, either):
+    for value in (tree, either, ref_chain(40)):
         schema(value)
+
+
+def values_below(length: int) -> Any:
+    return ref_chain(length, lambda ref: {"type": "object", "properties": {"a": ref}})
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (ref_chain(2_500), "a chain of 2,501, longer than 64"),
+        (ref_chain(100, lambda ref: {"allOf": [{"minLength": 1}, ref]}), "a chain of 101"),
+        (values_below(1_000), "1,001 deep into each other, more than 512"),
+        (ref_chain(1_000, lambda ref: {"anyOf": [{"type": "null"}, ref]}), "1,001 deep into each other"),
+    ],
+)
+def test_long_chains_of_references_are_refused(value: Any, reason: str) -> None:
+    with pytest.raises(ConstraintRefused, match=reason):
+        schema(value)
+
+
+def test_recursive_schemas_of_many_types_are_no_chain() -> None:
+    types = {
+        f"t{i}": {"type": "object", "properties": {f"p{j}": {"$ref": f"#/$defs/t{j}"} for j in range(30)}}
+        for i in range(30)
+    }
+    byte_compiler().compile(Constraint(schema({"$defs": types, "$ref": "#/$defs/t0"})))
+    byte_compiler().compile(Constraint(schema(values_below(200))))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (all_of_patterns(120), "120 schemas in one 'allOf', more than 100"),
+        (pattern_properties(500), "500 names in one 'patternProperties', more than 100"),
+        (many_names(5_000), "5,000 properties of one object that are not required, more than 1,000"),
+    ],
+)
+def test_combinations_without_end_are_refused_before_they_are_compiled(value: Any, reason: str) -> None:
+    assert reason in refused(schema(value)).message
+
+
+def test_chains_of_rules_are_refused() -> None:
+    assert "3,002 deep into each other, more than 1,000" in refused(Lark(lark_chain(3_000))).message
+    byte_compiler().compile(Constraint(Lark(lark_chain(300))))
 
 
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced() -> None:
@@ -216,12 +260,10 @@ def test_schemas_inside_a_grammar_are_bounded() -> None:
     ],
 )
 def test_formats_take_only_what_readers_take(format: str, valid: str, invalid: str) -> None:
-    grammar = byte_compiler().compile(Constraint(schema({"type": "string", "format": format}))).grammar
-    assert grammar is not None
+    constraint = byte_compiler().compile(Constraint(schema({"type": "string", "format": format})))
 
     def takes(text: str) -> bool:
-        matcher, tokens = grammar.matcher.deep_copy(), BYTES.encode(json.dumps(text)).tolist()
-        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+        return accepts(constraint, json.dumps(text).encode())
 
     assert [text for text in valid.split() if not takes(text)] == []
     assert [text for text in invalid.split() if takes(text)] == []
@@ -229,13 +271,9 @@ def test_formats_take_only_what_readers_take(format: str, valid: str, invalid: s
 
 def test_a_format_beside_a_pattern_and_a_length_holds_too() -> None:
     value = {"type": "string", "format": "hostname", "pattern": "^x", "maxLength": 3}
-    grammar = byte_compiler().compile(Constraint(schema(value))).grammar
-    assert grammar is not None
+    constraint = byte_compiler().compile(Constraint(schema(value)))
     for text, taken in (("xyz", True), ("x-", False), ("yz", False), ("xyzz", False)):
-        tokens = BYTES.encode(json.dumps(text)).tolist()
-        matcher = grammar.matcher.deep_copy()
-        count = matcher.try_consume_tokens(tokens)
-        assert (count == len(tokens) and bool(matcher.is_accepting())) is taken, text
+        assert accepts(constraint, json.dumps(text).encode()) is taken, text
 
 
 def test_white_space_between_tokens_of_json_is_bounded() -> None:

@@ -9,11 +9,13 @@ import pytest
 
 from checkpoints import CHAT_VOCAB, chat_tokenizer
 from engine.constraints.helpers import BYTES, VOCAB, metaspace, random_answer, word_level
-from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Regex
+from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Regex
 from rootstock.engine.constraints.compiler import ConstraintCompiler
+from rootstock.engine.constraints.progress import AnswerProgress, Masked
 from rootstock.engine.constraints.vocabulary import Vocabulary
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import Unsupported
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 SCHEMA = JsonSchema(
     json.dumps(
@@ -85,5 +87,40 @@ def test_end_tokens_and_special_tokens_are_no_text() -> None:
     vocabulary = Vocabulary(tokenizer, VOCAB, (200, BYTES.END))
     assert vocabulary.pieces[BYTES.END] == b"\xff<|end|>"
     assert vocabulary.pieces[200] == b"\xff\xc8", "an end of the answer, although it has text"
-    assert vocabulary.pieces[VOCAB - 1] == b"\xff", "a padded logit"
+    assert vocabulary.pieces[VOCAB - 1] == b"", "a padded logit"
     assert vocabulary.encode_marker("<|tool|>x") == (256 + BYTES.SPECIAL.index("<|tool|>"), ord("x"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding", [0, 1, 2, 37, 400])
+def test_a_control_token_of_a_grammar_comes_whole_whatever_logits_have_no_token(
+    kind: str, padding: int
+) -> None:
+    tokenizer, vocabulary = KINDS[kind]()
+    size = vocabulary + padding
+    name = {"byte-level BPE": "<|im_start|>", "metaspace": "<s>"}[kind]
+    [control] = [id for id in range(vocabulary) if tokenizer.token_bytes(id) == name.encode()]
+    compiler = ConstraintCompiler(tokenizer, size, tokenizer.eos_token_ids)
+    for grammar in (
+        f"start: {name} /[ab]/",
+        f"start: {name}+ /[ab]/",
+        f"start: (/x/ | <[{control}]>) /[ab]/",
+    ):
+        constraint = compiler.compile(Constraint(Lark(grammar)))
+        for seed in range(8):
+            text, ended = random_answer(constraint, tokenizer, size, tokenizer.eos_token_ids, seed)
+            assert ended
+            assert text.strip() in ("a", "b", "xa", "xb")
+
+
+def test_no_name_of_a_control_token_is_the_beginning_of_a_number() -> None:
+    class Numbered(ByteTokenizer):
+        SPECIAL = (*ByteTokenizer.SPECIAL, "[", "[25", "[257]", "")
+        vocab_size = 256 + len(SPECIAL)
+
+    tokenizer = Numbered()
+    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    constraint = compiler.compile(Constraint(Lark("start: (<[258]> | /x/) /[ab]/")))
+    restriction = AnswerProgress(constraint).restriction()
+    assert isinstance(restriction, Masked)
+    assert (~restriction.forbidden).nonzero()[0].tolist() == [ord("x"), 258]

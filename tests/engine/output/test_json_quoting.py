@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine.constraints.helpers import BYTES, byte_compiler
+from engine.constraints.helpers import accepts, byte_compiler
 from rootstock.engine.constraints.asked import Constraint, Grammar, Lark, Regex
 from rootstock.engine.output.json_quoting import NotQuotable, quoted_lark, quoted_pattern
 
@@ -42,13 +42,10 @@ class Taking:
     """A grammar as a function: whether it takes a text."""
 
     def __init__(self, grammar: Grammar) -> None:
-        compiled = byte_compiler().compile(Constraint(grammar)).grammar
-        assert compiled is not None
-        self._matcher = compiled.matcher
+        self._constraint = byte_compiler().compile(Constraint(grammar))
 
     def __call__(self, text: str) -> bool:
-        matcher, tokens = self._matcher.deep_copy(), BYTES.encode(text).tolist()
-        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+        return accepts(self._constraint, text.encode())
 
 
 def inside(text: str) -> str:

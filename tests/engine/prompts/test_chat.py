@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -101,8 +103,9 @@ def test_a_begun_answer_is_continued() -> None:
         "continue_final_message": True,
     }
     assert rendered(**body, add_generation_prompt=False) == "[user]x[assistant]The answer is"
+    assert rendered(**body) == "[user]x[assistant]The answer is"
     with pytest.raises(InvalidParameter, match="add_generation_prompt"):
-        rendered(**body)
+        rendered(**body, add_generation_prompt=True)
 
 
 def test_malformed_arguments_of_a_call_stay_text() -> None:
@@ -121,7 +124,7 @@ def test_malformed_arguments_of_a_call_stay_text() -> None:
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "smell"}]}, "messages[0].content[0].type"),
     ],
 )
 def test_a_wrong_part_of_a_message_is_named_with_its_path(message: dict[str, Any], param: str) -> None:
@@ -213,6 +216,44 @@ def test_messages_of_the_user_are_joined_for_a_template_that_refuses_two_in_a_ro
     assert conversation({"messages": messages}, tokenizer).render(tokenizer) == expected
 
 
+def test_system_messages_in_a_row_are_joined_for_a_template_that_takes_the_first_alone() -> None:
+    messages = [{"role": role, "content": role[0]} for role in ("system", "developer", "system", "user")]
+    rendered = conversation({"messages": messages}, chat_tokenizer("gemma")).render(chat_tokenizer("gemma"))
+    assert "<start_of_turn>user\ns\n\nd\n\ns\n\nu<end_of_turn>" in rendered
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(["", "a", "bc\n", " "]), st.booleans()), min_size=1, max_size=3),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_joined_texts_and_their_marks_are_those_of_one_text_after_another(
+    sent: list[list[tuple[str, bool]]],
+) -> None:
+    control = {"cache_control": {"type": "ephemeral"}}
+    messages, expected, ends = [], "", list[str]()
+    for parts in sent:
+        messages.append(
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": text, **(control if marked else {})} for text, marked in parts
+                ],
+            }
+        )
+        before = expected + "\n\n" if expected else ""
+        for i, (_, marked) in enumerate(parts):
+            if marked:
+                ends.append(before + "\n".join(text for text, _ in parts[: i + 1]))
+        expected = before + "\n".join(text for text, _ in parts)
+    template = template_of(chat_tokenizer("gemma"), messages)
+    assert [message["content"] for message in template.messages] == [expected]
+    assert [expected[: mark.chars] for mark in template.marks] == ends
+    assert {mark.message for mark in template.marks} <= {0}
+
+
 def test_a_role_that_the_template_renders_is_accepted() -> None:
     roles = ["developer", "user", "assistant", "ipython", "user"]
     body = {"messages": [{"role": role, "content": "text"} for role in roles]}
@@ -245,6 +286,12 @@ def test_the_roles_of_an_agent_are_accepted_by_the_templates_of_models(name: str
         ({"thinking": {"type": "adaptive"}}, False),
         ({"thinking": False, "enable_thinking": False}, True),
         ({"reasoning_effort": "none"}, True),
+        ({"reasoning": {"effort": "none"}}, True),
+        ({"reasoning": {"enabled": False}}, True),
+        ({"reasoning_effort": "high"}, False),
+        ({"reasoning_effort": "high", "enable_thinking": False}, True),
+        ({"chat_template_kwargs": {"thinking": False}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": None}}, False),
         ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none"}, True),
     ],
 )
@@ -257,7 +304,6 @@ def test_the_fields_about_reasoning_reach_the_template(fields: dict[str, Any], s
     [
         ({"thinking": True, "enable_thinking": False}, InvalidParameter, "in agreement"),
         ({"thinking": {"type": "maybe"}}, InvalidParameter, "'adaptive'"),
-        ({"reasoning_effort": "high"}, Unsupported, "Send 'none'"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, Unsupported, "reads enable_thinking"),
         ({"chat_template_kwargs": {"enable_thinking": "x" * 70_000}}, InvalidParameter, "65,536 characters"),
         ({"chat_template_kwargs": {"add_generation_prompt": 1}}, InvalidParameter, "true or false"),

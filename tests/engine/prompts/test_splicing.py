@@ -169,6 +169,17 @@ def test_a_request_that_is_aborted_leaves_its_answer() -> None:
     assert kept.tokens.tolist() == [*prompt.place.tokens.tolist(), *client.tokens]
 
 
+def test_a_repeated_prompt_gets_no_ids_without_text_of_its_answer() -> None:
+    tokenizer = PromptTokenizer(ByteTokenizer(), 10**6)
+    prompt = prompt_of(tokenizer, [user("Hi.")])
+    no_token = ByteTokenizer.vocab_size + 3  # a logit of the model without a token
+    prompt.place.remember([no_token, no_token, ord("o"), ByteTokenizer.END])
+    again = prompt_of(tokenizer, [user("Hi.")])
+    assert again.tokens.tolist() == prompt.tokens.tolist()
+    returned = prompt_of(tokenizer, [user("Hi."), answer("o"), user("More.")])
+    assert_begins_with(returned, np.array([*prompt.tokens, no_token, no_token, ord("o")], np.int32))
+
+
 # ---- the shapes of answers
 
 

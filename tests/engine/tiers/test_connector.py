@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from rootstock.engine.tiers.build import stored_index
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
-from tiers.helpers import directory_bytes, records
+from tiers.helpers import Clock, directory_bytes, records
 from waiting import join, wait_for
 
 # -- restarts ----------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def test_tenants_do_not_find_each_others_records(bench: Tiered) -> None:
     bench.restart()
     assert bench.answer([*PROMPT, 70], salt="another").cached_tokens == 0
     assert bench.answer([*PROMPT, 70]).cached_tokens == 0
-    assert bench.answer([*PROMPT, 70], salt=salt).cached_tokens == len(PROMPT)
+    assert bench.answer([*PROMPT, 70], salt=salt).cached_tokens == bench.end_of(PROMPT)
 
 
 @kinds
@@ -111,17 +113,20 @@ def test_other_weights_find_no_records(bench: Tiered) -> None:
     bench.restart(weights="those")
     assert bench.answer([*PROMPT, 70]).cached_tokens == 0
     bench.restart(weights="these")
-    assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+    assert bench.answer([*PROMPT, 70]).cached_tokens == bench.end_of(PROMPT)
 
 
 @options(families=(FULL, STATE))
-def test_records_of_other_families_are_counted_as_foreign_and_kept(bench: Tiered) -> None:
+def test_records_of_other_families_are_counted_as_foreign_and_kept(
+    bench: Tiered, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.answer(PROMPT)
     bench.restart(families=(window(16),))
+    assert "stored records are of models with other layers" in caplog.text
     bench.answer(PROMPT)
     assert bench.tier.foreign_records > 0
     bench.restart(families=(FULL, STATE))
-    assert bench.answer([*PROMPT, 1]).cached_tokens == len(PROMPT)
+    assert bench.answer([*PROMPT, 1]).cached_tokens == bench.end_of(PROMPT)
 
 
 def test_another_block_size_never_gives_a_wrong_answer(tmp_path: Path) -> None:
@@ -144,10 +149,10 @@ def test_a_request_waits_for_a_load_of_the_same_prefix(stored: Tiered) -> None:
     assert not second.events
     computed = stored.runtime.computed_tokens
     stored.finish(first, second)
-    assert first.cached_tokens == second.cached_tokens == len(PROMPT)
+    assert (first.cached_tokens, second.cached_tokens) == (stored.end_of(PROMPT), len(PROMPT))
     assert stored.runtime.computed_tokens - computed <= 2 * (1 + 4)
     assert stored.tier.counters.loads == {"loaded": 1}
-    assert stored.cache.stats().loaded_tokens == len(PROMPT)
+    assert stored.cache.stats().loaded_tokens == stored.end_of(PROMPT)
 
 
 def test_other_requests_run_while_a_load_waits_for_the_disk(stored: Tiered) -> None:
@@ -171,7 +176,7 @@ def test_two_different_prefixes_are_loaded_one_after_the_other(bench: Tiered) ->
     bench.run(steps=1)
     assert bench.connector.loading == 2
     bench.finish(one, other)
-    assert one.cached_tokens == other.cached_tokens == len(PROMPT)
+    assert one.cached_tokens == other.cached_tokens == bench.end_of(PROMPT)
 
 
 def test_a_started_engine_wakes_up_when_a_load_has_ended(bench: Tiered) -> None:
@@ -350,7 +355,7 @@ def test_a_stop_writes_everything_through_a_small_queue(tmp_path: Path) -> None:
     with Tiered(tmp_path, queue_bytes=130) as bench:
         bench.answer(PROMPT)
     with Tiered(tmp_path) as bench:
-        assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+        assert bench.answer([*PROMPT, 70]).cached_tokens == bench.end_of(PROMPT)
 
 
 @options(blocks=20)
@@ -360,7 +365,7 @@ def test_prompts_that_do_not_fit_at_once_are_loaded_one_after_the_other(bench: T
     bench.restart()
     one, other = bench.ask([*PROMPT, 70]), bench.ask([*OTHER, 70])
     bench.finish(one, other)
-    assert one.cached_tokens == other.cached_tokens == len(PROMPT)
+    assert one.cached_tokens == other.cached_tokens == bench.end_of(PROMPT)
 
 
 @kinds
@@ -397,7 +402,7 @@ def test_a_directory_in_use_gives_one_warning(tmp_path: Path, caplog: pytest.Log
         assert first.tier.state == "ready"
         assert len(caplog.records) == 1
     with Tiered(tmp_path) as bench:
-        assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+        assert bench.answer([*PROMPT, 70]).cached_tokens == bench.end_of(PROMPT)
 
 
 def test_an_index_that_fails_later_gives_one_warning(
@@ -513,3 +518,40 @@ def test_a_load_whose_records_are_evicted_before_it_begins_reads_nothing(
     assert stored.tier.counters.loads == {"evicted": 1}
     assert stored.tier.misses == {}
     assert stored.cache.stats().leases == 0
+
+
+# -- the host's RAM, between an accelerator and the disk ------------------------------------------------------------
+
+
+def above_host(tier: TierConfig, families: Families) -> Bench:
+    """Returns an engine whose pools are in a device's memory. Its clock stands still: every tier hit is loaded."""
+    runtime = FakeRuntime(97, 1 << 20, families=families)
+    runtime.description = replace(runtime.description, memory="device")
+    ticks = itertools.count()
+    clock = Clock()
+    return Bench(runtime=runtime, tier=tier, clock=clock, load_clock=lambda: next(ticks) * 1e-4)
+
+
+@kinds
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_an_engine_over_the_host_tier(tmp_path: Path, families: Families, has_disk: bool) -> None:
+    tier = TierConfig(tmp_path if has_disk else None, 16 * MIB, host_budget_bytes=4 * MIB)
+    bench = above_host(tier, families)
+    connector = bench.engine.tier_connector
+    assert connector is not None
+    try:
+        bench.expect(bench.answer(PROMPT))
+        for prompt, hit in (([*PROMPT, 70], len(PROMPT)), (OTHER, 0), ([*OTHER, 71], len(OTHER))):
+            connector.flush()
+            bench.cache.clear()
+            connector.follow()
+            client = bench.answer(prompt)
+            bench.expect(client)
+            assert client.cached_tokens == hit
+        stats = connector.stats(connector.measure())
+        assert stats.counters.loads == {"loaded": 2}
+        assert stats.counters.loaded_from_host_bytes == stats.counters.loaded_bytes > 0
+        prompts = bench.engine.stats().counters.prompts
+        assert (prompts.host, prompts.disk) == (len(PROMPT) + len(OTHER), 0)
+    finally:
+        bench.engine.stop()

@@ -14,9 +14,11 @@ from mlx_lm.utils import load_model as load_by_mlx_lm
 
 from kernels.metal.emulation import COMPILER, Emulation
 from mlx_checkpoints import KINDS, Quantization, make_mlx_model, save_mlx_checkpoint
+from rootstock.cache import KVCache
 from rootstock.cache.families import FullAttention
 from rootstock.config import CacheConfig, ModelConfig
 from rootstock.errors import (
+    BudgetTooSmall,
     InvalidOption,
     MemoryLacks,
     ModelFileInvalid,
@@ -59,6 +61,49 @@ def scored(runtime: MlxRuntime, tokens: np.ndarray[Any, Any]) -> Any:
     blocks = np.arange(8, dtype=np.int32)
     tables = tuple(blocks for _ in families if not hasattr(_, "bytes_per_state"))
     return runtime.forward(Batch([Segment(tokens, 0, tables, len(tokens), 0)]))  # type: ignore[arg-type]
+
+
+# ---- a hopeless budget
+
+
+class WeightsRead(Exception):
+    """Error of a loader that got as far as the weights."""
+
+
+@pytest.mark.parametrize("block_size", [1, 32])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"kv_dtype": "int8"}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+        ("mamba2", {}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_a_hopeless_budget_is_refused_before_the_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], block_size: int
+) -> None:
+    config = ModelConfig(str(save_mlx_checkpoint(tmp_path, kind)), **options)
+    with pytest.raises(BudgetTooSmall) as late:
+        KVCache(load_model(config).description.families, 1, block_size)
+    needed = late.value.needed_bytes
+
+    def evaluate_weights(*_: Any, **__: Any) -> None:
+        raise WeightsRead
+
+    monkeypatch.setattr(loader, "evaluate_weights", evaluate_weights)
+    for budget, error in (
+        (1, BudgetTooSmall),
+        (needed - 1, BudgetTooSmall),
+        (needed, WeightsRead),
+        (None, WeightsRead),
+    ):
+        with pytest.raises(error) as refused:
+            load_model(config, demands=Demands(kv_budget=budget, block_size=block_size))
+        if isinstance(refused.value, BudgetTooSmall):
+            assert refused.value.needed_bytes == needed
 
 
 # ---- description

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import VOCAB, save, tiny_model
+from rootstock.cache import KVCache
 from rootstock.cache.families import FullAttention
 from rootstock.cache.plan import BlockCopy, Plan
 from rootstock.cache.types import BlockId
 from rootstock.config import ModelConfig
 from rootstock.errors import (
+    BudgetTooSmall,
     InvalidOption,
     ModelFileInvalid,
     ModelPathNotFound,
@@ -26,6 +28,8 @@ from rootstock.errors import (
     SelfCheckFailed,
 )
 from rootstock.runtime.base import Batch, Segment
+from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
 from runtime.torch.helpers import assert_agrees, pool_of
 from twins.driving import BLOCK_SIZE, BLOCKS, random_tokens
@@ -129,6 +133,55 @@ def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_device(device)
 
 
+# ------------------------------------------------------------------------------------- budgets that are hopeless
+
+
+class WeightsRead(Exception):
+    """Error of a loader that got as far as the weights."""
+
+
+# An architecture of each kind of memory, and options that change the bytes of a position or a state.
+@pytest.mark.parametrize("block_size", [1, 32])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"kv_dtype": "int8"}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("gemma3_text", {}),
+        ("llama4_text", {}),
+        ("deepseek_v32", {}),
+        ("mamba2", {}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"kv_dtype": "int8"}),
+        ("qwen3_next", {"state_dtype": "bfloat16"}),
+    ],
+)
+def test_a_hopeless_budget_is_refused_before_the_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any], block_size: int
+) -> None:
+    config = ModelConfig(str(save(tmp_path, model_type)), **({"device": "cpu", "dtype": "float32"} | options))
+    families = load_model(config).description.families
+    with pytest.raises(BudgetTooSmall) as late:
+        KVCache(families, 1, block_size)
+    needed = late.value.needed_bytes
+
+    def read_weights(*_: Any, **__: Any) -> None:
+        raise WeightsRead
+
+    monkeypatch.setattr(runner, "read_weights", read_weights)
+    for budget, error in (
+        (1, BudgetTooSmall),
+        (needed - 1, BudgetTooSmall),
+        (needed, WeightsRead),
+        (None, WeightsRead),
+    ):
+        with pytest.raises(error) as refused:
+            load_model(config, demands=Demands(kv_budget=budget, block_size=block_size))
+        if isinstance(refused.value, BudgetTooSmall):
+            assert refused.value.needed_bytes == needed
+
+
 # ------------------------------------------------------------------------------------- files that are wrong
 
 
@@ -151,6 +204,7 @@ def test_a_file_in_place_of_a_directory(llama: Path) -> None:
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(ModelPathNotFound, match=r"no config\.json"):
         load_model(ModelConfig(str(tmp_path)))
 
@@ -170,9 +224,6 @@ def test_an_unknown_architecture(copy: Path) -> None:
 def test_a_directory_without_weights(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     with pytest.raises(ModelWeightsMissing, match=r"no model\.safetensors"):
-        load(copy)
-    (copy / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelWeightsMissing, match=r"pytorch_model\.bin: convert it to safetensors"):
         load(copy)
 
 

@@ -19,9 +19,9 @@ DELTAS_OF = {
     "tool_use": {"input_json_delta": "partial_json"},
 }
 EMPTY = {
-    "text": {"text": "", "citations": None},
+    "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
-    "tool_use": {"input": {}},
+    "tool_use": {"input": {}, "caller": {"type": "direct"}},
 }
 
 

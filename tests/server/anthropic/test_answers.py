@@ -50,9 +50,10 @@ def test_thinking_text_and_calls_are_blocks_in_the_order_of_the_model() -> None:
     thinking, text, read, listed, last = content_of(script)
     assert thinking["thinking"] == "I should look."
     assert thinking["signature"]
-    assert text == {"type": "text", "text": "Let me look.\n", "citations": None}
-    assert read == {"type": "tool_use", "id": "toolu_0abc", "name": "read", "input": {"path": "a.txt"}}
-    assert listed == {"type": "tool_use", "id": "toolu_1abc", "name": "list", "input": {}}
+    assert text == {"type": "text", "text": "Let me look.\n"}
+    direct = {"type": "tool_use", "caller": {"type": "direct"}}
+    assert read == direct | {"id": "toolu_0abc", "name": "read", "input": {"path": "a.txt"}}
+    assert listed == direct | {"id": "toolu_1abc", "name": "list", "input": {}}
     assert last["text"] == " Done."
 
 
@@ -209,7 +210,8 @@ def test_edits_and_diagnostics_are_told_where_they_are_asked_for() -> None:
     ):
         assert message["context_management"] == {"applied_edits": [edit]}
         assert message["diagnostics"] == {"cache_miss_reason": None}
-    assert "context_management" not in whole([[TextDelta("a")]])
+    for message in (message_of(streamed([])), whole([[TextDelta("a")]])):
+        assert not {"context_management", "diagnostics"} & message.keys()
 
 
 @pytest.mark.parametrize(

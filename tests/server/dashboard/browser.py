@@ -41,17 +41,23 @@ class Browser:
         return self.client.post(path, json=body, headers={"X-CSRF-Token": self.csrf})
 
     @contextlib.contextmanager
-    def events(self, path: str = "/dashboard/events") -> Iterator[Iterator[Json]]:
-        with self.client.stream("GET", path) as response:
+    def events(self, model: str | None = None) -> Iterator[Iterator[Json]]:
+        params = {"page": self.get("/dashboard/session").json()["page"]}
+        with self.stream(params | ({} if model is None else {"model": model})) as events:
+            yield events
+
+    @contextlib.contextmanager
+    def stream(self, params: dict[str, str]) -> Iterator[Iterator[Json]]:
+        with self.client.stream("GET", "/dashboard/events", params=params) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = response.iter_lines()
             yield (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
 
-    def sections(self, *wanted: str) -> Json:
+    def sections(self, *wanted: str, model: str | None = None) -> Json:
         """Returns the first content of some sections."""
         found: Json = {}
-        with self.events() as events:
+        with self.events(model) as events:
             for event in events:
                 for name, section in event.items():
                     found.setdefault(name, section["set"] if name in ("requests", "misses") else section)

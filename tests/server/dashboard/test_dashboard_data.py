@@ -12,7 +12,13 @@ import pytest
 
 from rootstock.cache.families import SlidingWindow
 from rootstock.config import ServerConfig
-from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT, Feed, difference
+from rootstock.server.dashboard.feed import (
+    MAX_STRANGERS,
+    MAX_VIEWERS,
+    MAX_VIEWERS_OF_TENANT,
+    Feed,
+    difference,
+)
 from rootstock.server.dashboard.trees import LEAST_PAUSE_S, MOST_PAUSE_S, Trees, pause_s
 from rootstock.server.dashboard.views import MAX_SHOWN_TOKENS, Names, Texts, View
 from rootstock.testing.fake_runtime import FULL, STATE
@@ -67,10 +73,12 @@ def test_phases_and_sources_of_a_request_are_told(served: Served) -> None:
     assert latest["cached"] <= latest["prompt"] == len(HEAD) + len("second")
     cache = served.assembly.engine.stats().cache
     hits = sections["rates"]["windows"]["900"]
-    assert hits["memory"] + hits["loaded"] == cache.hit_tokens
+    assert hits["memory"] + hits["host"] + hits["disk"] == cache.hit_tokens
     assert hits["computed"] == cache.missed_tokens
     assert sum(sum(span) for span in sections["rates"]["history"]) == cache.asked_tokens
     assert sections["pool"]["used"] == cache.used_bytes
+    assert sections["pool"]["hit_tokens"] == cache.hit_tokens
+    assert sections["pool"]["inside_block_tokens"] == cache.inside_block_tokens
     assert [family["name"] for family in sections["pool"]["families"]] == [
         family.name for family in cache.families
     ]
@@ -276,6 +284,17 @@ def test_a_full_feed_says_so_in_the_stream(served: Served) -> None:
             next(stack.enter_context(Browser(served.url).events()))
         with Browser(served.url).events() as events:
             assert list(events) == [{"full": True}]
+
+
+def test_streams_that_no_page_has_asked_for_leave_places_to_pages(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(MAX_VIEWERS):  # as a page of another site could make a browser ask
+            params = {"page": "guessed"} if number % 2 else {}
+            events = stack.enter_context(Browser(served.url).stream(params))
+            assert ("full" in next(events)) is (number >= MAX_STRANGERS)
+        for _ in range(MAX_VIEWERS - MAX_STRANGERS):
+            assert "health" in next(stack.enter_context(Browser(served.url).events()))
+        assert next(stack.enter_context(Browser(served.url).events())) == {"full": True}
 
 
 def test_a_picture_that_was_seen_is_not_sent_again(served: Served) -> None:

@@ -75,6 +75,25 @@ def test_the_page_loads_only_files_that_exist_and_has_no_inline_script() -> None
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), name
 
 
+WIDE = re.compile(r"@media \(min-width: [^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
+
+
+def test_the_rules_without_a_width_are_those_of_a_narrow_screen() -> None:
+    sheet = page_files()["style.css"].body.decode()
+    narrow = WIDE.sub("", sheet)
+    assert len(narrow) < len(sheet)
+    for columns in re.findall(r"grid-template-columns:([^;}]*)", narrow):
+        assert not re.search(r"\d(?:px|rem|em)", columns), f"a fixed width on every screen:{columns}"
+    assert "max-width: 62rem" not in narrow, "a rule of a narrow screen is overridden by those of all screens"
+
+
+def test_the_attribute_hidden_outranks_every_rule() -> None:
+    sheet = page_files()["style.css"].body.decode()
+    assert "[hidden] { display: none !important; }" in sheet
+    assert ":not([hidden])" not in sheet, "it raises the rank of a rule above those for widths"
+    assert sheet.count("!important") == 1
+
+
 def test_ids_of_the_scripts_are_in_the_page() -> None:
     files = page_files()
     page = files["index.html"].body.decode()

@@ -23,9 +23,10 @@ _DELTAS_OF = {
 
 def parsed(stream: str) -> list[Json]:
     """Returns the events of a stream. Asserts their form."""
-    assert stream.endswith("\n\n")
+    *blocks, last, end = stream.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
     events = []
-    for block in stream.removesuffix("\n\n").split("\n\n"):
+    for block in blocks:
         kind, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert kind == f"event: {event['type']}"

@@ -27,7 +27,7 @@ from rootstock.runtime.base import Batch, Logits
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
 from rootstock.server.wire import PreparedChat, ServedModel
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
 ASSISTANT = 256 + ByteTokenizer.SPECIAL.index("<|assistant|>")
@@ -110,7 +110,7 @@ class ScriptedRuntime(FakeRuntime):
     """A runtime whose answer to a prompt is `script(prompt)`, and then the end token. A form feed fails the step."""
 
     def __init__(self, script: Callable[[str], str], context_limit: int) -> None:
-        super().__init__(ByteTokenizer.vocab_size, context_limit, eos_token_ids=(ByteTokenizer.END,))
+        super().__init__(PADDED_LOGITS, context_limit, eos_token_ids=(ByteTokenizer.END,))
         self.script = script
 
     def forward(self, batch: Batch) -> Logits:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rootstock.server.responses import calls
 from rootstock.server.responses.answers import InputItems, ResponseBody
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore, StoredResponse
@@ -387,6 +388,20 @@ def test_logprobs_belong_to_the_text(client: httpx.Client) -> None:
     assert_error(many, 400, "too_many_logprobs", param="include")
 
 
+def test_logprobs_without_a_limit_are_bounded_rather_than_refused(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context of most models has room for more log-probabilities than one response may have."""
+    monkeypatch.setattr(calls, "MAX_RESPONSE_LOGPROBS", 30)
+    fields: Json = {"input": "say:twelve words", "top_logprobs": 2}
+    body = created(client, **fields)
+    assert body["status"] == "incomplete"
+    assert len(body["output"][0]["content"][0]["logprobs"]) == 30 // (1 + 2)
+    assert created(client, input="say:few", top_logprobs=2)["status"] == "completed"
+    refused = client.post(PATH, json=fields | {"max_output_tokens": 11})
+    assert_error(refused, 400, "too_many_logprobs")
+
+
 def test_tools_that_the_server_would_have_to_run_are_left_out_and_told(client: httpx.Client) -> None:
     tools = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation"}, WEATHER]
     body = created(client, input="say:x", tools=tools)
@@ -407,13 +422,13 @@ REFUSED: list[tuple[Json, str]] = [
     ({"input": [{}]}, "input[0].type"),
     ({"input": [{"type": 5}]}, "input[0].type"),
     ({"input": [{"type": "telepathy"}]}, "input[0].type"),
-    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "mcp_call", "name": "x"}]}, "input[0].type"),
     ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_smell", "image_url": "x"}]}]},
         "input[0].content[0].type",
     ),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
@@ -467,12 +482,9 @@ def test_values_that_json_cannot_repeat_do_not_break_the_answer(client: httpx.Cl
         assert client.get(f"{PATH}/{answer.json()['id']}").status_code == 200
     else:
         assert answer.status_code == 400, answer.text
-    for body in (
-        '{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}',
-        '{"input": [{"role": "user", "content": "x", "extra": Infinity}]}',
-    ):
-        answer = client.post(PATH, content=body, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400, answer.text
+    body = '{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}'
+    answer = client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
     nan = '<call tool_search>{"query": NaN}</call><call patch>{"input": "\\ud834 x"}</call>'
     tools = [PATCH, {"type": "tool_search", "execution": "client"}]
     message, custom = checked(streamed(client, input=f"say:{nan}", tools=tools))["output"]

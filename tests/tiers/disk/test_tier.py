@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -296,14 +297,21 @@ def test_foreign_files_are_counted_ignored_and_collected_first(tmp_path: Path) -
 
 
 @pytest.mark.behaviour(42)
-def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder, 3 * CAP_BYTES)
     stored = records(80, 20_000)
     tier.store(stored)
     tier.close()
     assert directory_bytes(folder) > CAP_BYTES
+    again = open_tier(folder, 3 * CAP_BYTES)
+    again.close()
+    assert not caplog.records, "nothing was removed"
     again = open_tier(folder)
+    [told] = caplog.messages
+    assert re.match(
+        rf"The start has removed [\d.]+ \w+ of [\d.]+ \w+ in {folder}, because --disk-budget is 1.0 MiB", told
+    )
     assert again.state == Ready()
     assert directory_bytes(folder) <= CAP_BYTES
     results = [again.load(record.identity) for record in stored]

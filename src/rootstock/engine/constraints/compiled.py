@@ -1,14 +1,18 @@
-"""Compiled constraints: a grammar's matcher, and the markers of reasoning as tokens."""
+"""Compiled constraints: a grammar in a process of its own, its matchers, and the markers of reasoning as tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
 
+from rootstock.engine.constraints.host import GrammarLost, GrammarProcess
 from rootstock.engine.constraints.vocabulary import Ids, Vocabulary
+
+Words = NDArray[np.uint32]  # the bits of a mask, the lowest first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +50,121 @@ class CompiledReasoning:
     budget_tokens: int | None
 
 
+class Matcher:
+    """A matcher of one answer: which tokens may come next, and whether the answer is complete.
+
+    It lives in the process of its grammar. `take` and `begin_mask` do not wait. One thread uses it at a time.
+    """
+
+    def __init__(self, process: GrammarProcess) -> None:
+        self._process = process
+        self._number = next(process.matchers)
+        self._untold: list[int] = []  # tokens that the process does not know
+        self._taking: int | None = None  # the question with the tokens before them
+        self._masking: int | None = None
+        self._stopped = False
+        self.error: str | None = None
+
+    def __del__(self) -> None:
+        self._process.gone.append(self._number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing but the end may come."""
+        self.settle()
+        return self._stopped and self.error is None
+
+    def take(self, token: int) -> None:
+        """Takes the next token. Whether it may come shows in `error` after `settle`."""
+        self._untold.append(token)
+        if self._taking is None:  # not more than one at once: answers that nobody reads would fill the socket
+            self._tell()
+
+    def settle(self) -> None:
+        """Waits until all tokens are taken."""
+        while self._untold or self._taking is not None:
+            self._tell()
+            taking, self._taking = self._taking, None
+            if taking is not None:
+                self._stopped = bool(self._answered(taking).get("stopped"))
+
+    def agreeing(self, tokens: list[int]) -> int:
+        """Counts the first of these tokens that may come next."""
+        self.settle()
+        count = self._answered(self._asked("agree", tokens=tokens)).get("count")
+        return count if isinstance(count, int) else 0
+
+    def begin_mask(self) -> None:
+        """Asks for the mask of the next token, which `mask` returns."""
+        if self._masking is None:
+            if self._untold:
+                self.settle()
+            self._masking = self._asked("mask")
+
+    def mask(self, words: int) -> Words:
+        """Returns the mask of the next token: nothing if there is an error."""
+        self.begin_mask()  # after all tokens
+        self.settle()
+        found, self._masking = self._masking, None
+        body = b""
+        if found is not None and self.error is None:
+            try:
+                answer = self._process.answer(found)
+            except GrammarLost as error:
+                self.error = str(error)
+            else:
+                self._note(answer.head)
+                body = answer.body
+        return mask_words(body, words)
+
+    def _tell(self) -> None:
+        if self._untold and self._taking is None:
+            told, self._untold = self._untold, []
+            self._taking = self._asked("take", tokens=told)
+
+    def _asked(self, do: str, **fields: Any) -> int | None:
+        if self.error is not None:
+            return None
+        try:
+            return self._process.ask({"do": do, "matcher": self._number, **fields})
+        except GrammarLost as error:
+            self.error = str(error)
+            return None
+
+    def _answered(self, asked: int | None) -> dict[str, Any]:
+        if asked is None:
+            return {}
+        try:
+            head = self._process.answer(asked).head
+        except GrammarLost as error:
+            self.error = str(error)
+            return {}
+        self._note(head)
+        return head
+
+    def _note(self, head: dict[str, Any]) -> None:
+        if self.error is None and (error := head.get("error")) is not None:
+            self.error = str(error)
+
+
+def mask_words(body: bytes, words: int) -> Words:
+    """Reads the words of a mask. A body of another size allows nothing."""
+    if len(body) != 4 * words:
+        return np.zeros(words, dtype=np.uint32)
+    return np.frombuffer(body, dtype=np.uint32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar that every request with it copies. Copies share the states of its lexer, which only grow."""
+    """A grammar of which every request with it has a matcher. They share the states of its lexer, which only grow."""
 
-    matcher: LLMatcher  # at the beginning of an answer; never advanced
-    rebuild: Callable[[], LLMatcher]  # one that shares nothing: the shared states have a limit
+    process: GrammarProcess
+    # Returns a matcher that shares nothing: the shared states have a limit. None: that would take long.
+    rebuild: Callable[[], Matcher | None]
+
+    def matcher(self) -> Matcher:
+        """Returns a matcher at the beginning of an answer."""
+        return Matcher(self.process)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,20 +174,3 @@ class CompiledConstraint:
     vocabulary: Vocabulary
     grammar: CompiledGrammar | None
     reasoning: CompiledReasoning | None
-
-
-def parser_limits() -> LLParserLimits:
-    """Returns limits of one grammar: some 20 ms of work to begin, 10 ms for each token, 40 MB of lexer states.
-
-    An object may have 1,000 properties that are not required: each takes four items of a row.
-    """
-    return LLParserLimits(
-        max_items_in_row=4_000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=25_000,
-        max_lexer_states=20_000,
-        max_grammar_size=200_000,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )

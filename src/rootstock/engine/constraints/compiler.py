@@ -1,6 +1,6 @@
 """Compiles constraints. Takes milliseconds to a second, on a thread that prepares requests.
 
-The work is bounded by the size of the text and by llguidance's own limits, which count operations and no time.
+A text is bounded before it is compiled, in a process of its own, by llguidance's limits and then by the system's.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Generic, TypeVar, assert_never
-
-from llguidance import LLMatcher
 
 from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
 from rootstock.engine.constraints.compiled import (
@@ -20,8 +20,10 @@ from rootstock.engine.constraints.compiled import (
     CompiledGrammar,
     CompiledReasoning,
     Marker,
-    parser_limits,
+    Matcher,
+    mask_words,
 )
+from rootstock.engine.constraints.host import HOST, GrammarLost, GrammarProcess, HostedVocabulary
 from rootstock.engine.constraints.json_schema import (
     compiler_schema,
     refuse_costly,
@@ -29,25 +31,27 @@ from rootstock.engine.constraints.json_schema import (
     schemas_in,
     without_unsupported_patterns,
 )
-from rootstock.engine.constraints.progress import first_line, mask_of
-from rootstock.engine.constraints.repetitions import largest_written_out, written_out
+from rootstock.engine.constraints.progress import Masked, first_line, mask_from
+from rootstock.engine.constraints.repetitions import largest_written_out, rule_depth, written_out
 from rootstock.engine.constraints.vocabulary import UnfitTokens, Vocabulary
 from rootstock.engine.limits import (
     MAX_GRAMMAR_CHARS,
     MAX_GRAMMAR_CHOICES,
     MAX_MARKER_CHARS,
     MAX_PATTERN_CHARS,
+    MAX_RULE_DEPTH,
     MAX_SCHEMA_CHARS,
 )
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ConstraintRefused, InvalidParameter, Unsupported
+from rootstock.errors import ConstraintRefused, EngineStopped, InvalidParameter, Unsupported
 
 T = TypeVar("T")
 
 _NO_ANSWER = "it allows no answer that this model's tokens can write"
 _EXCERPT = re.compile(r"\n\s*\d+ \| ")
-_KEPT_GRAMMARS = 64
+_KEPT_GRAMMARS = 48
 _KEPT_MARKERS = 16
+_MOST_REBUILD_S = 0.05  # all requests wait while a grammar is compiled for an answer that has begun
 
 
 class ConstraintCompiler:
@@ -62,21 +66,35 @@ class ConstraintCompiler:
         self._eos_token_ids = eos_token_ids
         self._building = threading.Lock()
         self._vocabulary: Vocabulary | None = None
+        self._hosted: HostedVocabulary | None = None
+        self._closed = False
+        self._compiling: set[GrammarProcess] = set()
         self._grammars: _Kept[CompiledGrammar] = _Kept(_KEPT_GRAMMARS)
         self._markers: _Kept[Marker] = _Kept(_KEPT_MARKERS)
+        weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
-        """Reads the vocabulary, which the first constraint would wait for: about a second for 100,000 tokens."""
+        """Does what the first constraint would wait for: reads the vocabulary, about a second for 100,000 tokens."""
         try:
-            self._read_vocabulary()
+            self._host(self._read_vocabulary())
         except UnfitTokens:
             return  # each constraint is refused
 
-    def compile(self, constraint: Constraint, salt: str = "") -> CompiledConstraint:
+    def close(self) -> None:
+        """Ends the processes of its grammars. Answers that follow one fail."""
+        self._closed = True
+        for process in list(self._compiling):
+            process.kill()
+        with self._building:
+            if self._hosted is not None:
+                self._hosted.close()
+        self._grammars.clear()
+
+    def compile(self, constraint: Constraint, salt: str = "", tenant: str = "") -> CompiledConstraint:
         """Compiles a constraint, or returns the compiled one of an earlier request with the same salt.
 
         The time that it takes tells whether a grammar was compiled before: only to requests of one salt. Raises
-        ConstraintRefused, InvalidParameter and Unsupported. Not for an event loop.
+        ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped. Not for an event loop.
         """
         try:
             vocabulary = self._read_vocabulary()
@@ -86,9 +104,13 @@ class ConstraintCompiler:
         grammar, param = constraint.grammar, constraint.param
         compiled = None
         if grammar is not None:
-            key = (salt, grammar)
+            key, kept = (
+                (salt, grammar),
+                self._grammars,
+            )  # not `self`: what is kept must not keep this compiler
             compiled = self._grammars.get(
-                key, lambda: _compiled(grammar, vocabulary, param, lambda: self._grammars.drop(key))
+                key,
+                lambda: self._compiled(grammar, vocabulary, param, tenant, lambda: kept.drop(key)),
             )
         reasoning = constraint.reasoning
         return CompiledConstraint(
@@ -100,6 +122,48 @@ class ConstraintCompiler:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self._vocabulary
+
+    def _host(self, vocabulary: Vocabulary) -> HostedVocabulary:
+        """Returns the vocabulary in the process that forks grammars."""
+        with self._building:
+            if self._closed:
+                raise EngineStopped()
+            if self._hosted is None:
+                self._hosted = HOST.add(vocabulary, self._grammars.drop_oldest)
+            return self._hosted
+
+    def _compiled(
+        self, grammar: Grammar, vocabulary: Vocabulary, param: str, tenant: str, drop: Callable[[], None]
+    ) -> CompiledGrammar:
+        """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
+        _refuse_large(grammar, param)
+        hosted = self._host(vocabulary)
+        process = HOST.fork(hosted)
+        self._compiling.add(process)
+        try:
+            if self._closed:
+                raise EngineStopped()
+            kind, text, compiled_s, first = _compiled_in(process, grammar, vocabulary, param, tenant)
+        except GrammarLost as error:
+            if self._closed:
+                raise EngineStopped() from error
+            raise ConstraintRefused(param, str(error)) from error
+        finally:
+            self._compiling.discard(process)
+        if first.forbidden.all():
+            raise ConstraintRefused(
+                param, "it allows the empty answer alone" if first.may_end else _NO_ANSWER
+            )
+
+        def rebuild() -> Matcher | None:
+            drop()
+            if compiled_s > _MOST_REBUILD_S:
+                return None
+            alone = HOST.fork(hosted)
+            alone.answer(alone.ask({"do": "compile", "kind": kind}, text.encode()))
+            return Matcher(alone)
+
+        return CompiledGrammar(process, rebuild)
 
     def _reasoning(self, asked: Reasoning, vocabulary: Vocabulary) -> CompiledReasoning:
         def marker(text: str) -> Marker:
@@ -143,40 +207,38 @@ class _Kept(Generic[T]):
         with self._lock:
             self._values.pop(key, None)
 
+    def drop_oldest(self) -> bool:
+        """Drops the value that was not used for the longest time. Returns False if there is none."""
+        with self._lock:
+            if not self._values:
+                return False
+            self._values.popitem(last=False)
+            return True
 
-def _compiled(
-    grammar: Grammar, vocabulary: Vocabulary, param: str, drop: Callable[[], None]
-) -> CompiledGrammar:
-    """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
-    _refuse_large(grammar, param)
-    try:
-        text = _grammar_text(grammar)
-    except ValueError as error:  # a number that llguidance cannot read
-        raise ConstraintRefused(param, first_line(str(error))) from error
-    matcher = _matcher(text, vocabulary)
-    if matcher.is_error() and isinstance(grammar, JsonSchema) and not grammar.strict:
-        text = _grammar_text(JsonSchema(without_unsupported_patterns(grammar.text), strict=False))
-        matcher = _matcher(text, vocabulary)
-    _refuse_error(matcher, param)
-    first = mask_of(matcher, vocabulary)
-    _refuse_error(matcher, param)
-    if first.forbidden.all():
-        raise ConstraintRefused(param, "it allows the empty answer alone" if first.may_end else _NO_ANSWER)
-
-    def rebuild() -> LLMatcher:
-        drop()
-        return _matcher(text, vocabulary)
-
-    return CompiledGrammar(matcher, rebuild)
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
 
 
-def _matcher(text: str, vocabulary: Vocabulary) -> LLMatcher:
-    return LLMatcher(vocabulary.matcher_tokenizer, text, log_level=0, limits=parser_limits())
+def _compiled_in(
+    process: GrammarProcess, grammar: Grammar, vocabulary: Vocabulary, param: str, tenant: str
+) -> tuple[str, str, float, Masked]:
+    """Compiles a grammar in its process. Returns its kind and text as compiled, seconds, the first mask.
 
-
-def _refuse_error(matcher: LLMatcher, param: str) -> None:
-    if matcher.is_error():
-        raise ConstraintRefused(param, _reason(matcher.get_error()))
+    Raises GrammarLost, ConstraintRefused and CompilerBusy.
+    """
+    kind, text = _kind_and_text(grammar)
+    answer = process.compiled({"do": "compile", "kind": kind}, text.encode(), tenant)
+    if "error" in answer.head and isinstance(grammar, JsonSchema) and not grammar.strict:
+        kind, text = _kind_and_text(without_unsupported_patterns(grammar))
+        answer = process.compiled({"do": "compile", "kind": kind}, text.encode(), tenant)
+    if "unreadable" in answer.head:
+        raise ConstraintRefused(param, first_line(str(answer.head["unreadable"])))
+    if "error" in answer.head:
+        raise ConstraintRefused(param, _reason(str(answer.head["error"])))
+    compiled_s = answer.head.get("compiled_s")
+    seconds = compiled_s if isinstance(compiled_s, float) else inf
+    return kind, text, seconds, mask_from(mask_words(answer.body, vocabulary.mask_words), vocabulary)
 
 
 def _reason(error: str) -> str:
@@ -194,16 +256,16 @@ def _reason(error: str) -> str:
     return reason
 
 
-def _grammar_text(grammar: Grammar) -> str:
+def _kind_and_text(grammar: Grammar) -> tuple[str, str]:
     match grammar:
         case JsonSchema() as schema:
-            return LLMatcher.grammar_from_json_schema(json.dumps(compiler_schema(schema)))
+            return "json", json.dumps(compiler_schema(schema))
         case Regex(pattern):
-            return LLMatcher.grammar_from_regex(pattern)
+            return "regex", pattern
         case Lark(text):
-            return LLMatcher.grammar_from_lark(text)
+            return "lark", text
         case Choice(strings):
-            return LLMatcher.grammar_from_regex("|".join(map(_literal, strings)))
+            return "regex", "|".join(map(_literal, strings))
         case other:
             assert_never(other)
 
@@ -239,6 +301,10 @@ def _refuse_large(grammar: Grammar, param: str) -> None:
         case Lark(text):
             refuse_costly(schemas_in(text, param), param)
             refuse_more_parts(largest_written_out(text), param)
+            depth = rule_depth(text)
+            if depth > MAX_RULE_DEPTH:
+                reason = f"its rules lead {depth:,} deep into each other, more than {MAX_RULE_DEPTH:,}"
+                raise ConstraintRefused(param, f"{reason}: make it less deep")
         case Choice():
             pass
         case other:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher
-
 from rootstock.engine.constraints.asked import JsonSchema
-from rootstock.engine.constraints.compiled import parser_limits
+from rootstock.engine.constraints.depths import Depths
+from rootstock.engine.constraints.host import supported_patterns
 from rootstock.engine.constraints.repetitions import written_out
 from rootstock.engine.constraints.text_formats import ENFORCED_BY_COMPILER, TEXT_FORMATS, TextFormat
 from rootstock.engine.limits import (
+    MAX_GRAMMAR_CHARS,
+    MAX_PATTERN_PROPERTIES,
+    MAX_REF_CHAIN,
+    MAX_REF_DEPTH,
+    MAX_SCHEMA_ALL_OF,
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMA_LEAST,
+    MAX_SCHEMA_OPTIONAL,
     MAX_SCHEMA_REQUIRED,
     MAX_SCHEMA_VALUES,
     MAX_WRITTEN_OUT,
@@ -58,7 +63,7 @@ def json_schema_of(schema: Any, param: str, *, strict: bool = True) -> JsonSchem
         raise InvalidParameter(param, schema, "a JSON schema, which is an object")
     refuse_large(schema, param, MAX_SCHEMA_CHARS)
     _refuse_complex(schema, param)
-    _refuse_rings(schema, param)
+    _refuse_references(schema, param)
     try:
         text = json.dumps(_enforceable(schema), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError as error:  # a number that JSON lacks
@@ -97,13 +102,20 @@ def schemas_in(grammar: str, param: str) -> list[Any]:
     return found
 
 
-def embedded_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
-    """Returns a schema for `%json` in a Lark grammar. Drops the patterns that cannot be enforced if not strict.
+def embedded_schemas(asked: Sequence[tuple[Any, str, bool]]) -> list[dict[str, Any]]:
+    """Returns schemas for `%json` in a Lark grammar, each given with its field and whether it is strict.
 
-    Raises InvalidParameter and ConstraintRefused.
+    Drops the patterns that cannot be enforced of those that are not strict. Raises InvalidParameter and
+    ConstraintRefused.
     """
-    found: dict[str, Any] = json.loads(_embeddable(json_schema_of(schema, param, strict=strict), param).text)
-    return found
+    schemas = [json_schema_of(schema, param, strict=strict) for schema, param, strict in asked]
+    chars = sum(len(schema.text) for schema in schemas)
+    if chars > MAX_GRAMMAR_CHARS:
+        reason = f"all schemas have {chars:,} characters together, more than {MAX_GRAMMAR_CHARS:,}"
+        raise ConstraintRefused(asked[0][1], reason)
+    for schema, (_, param, _) in zip(schemas, asked, strict=True):
+        refuse_costly(json.loads(schema.text), param)
+    return [json.loads(text) for text in _without_unsupported_patterns(schemas)]
 
 
 def compiler_schema(schema: JsonSchema) -> dict[str, Any]:
@@ -117,30 +129,41 @@ def compiler_schema(schema: JsonSchema) -> dict[str, Any]:
 
 def lark_of(schema: JsonSchema, param: str) -> str:
     """Returns a schema as a term of a Lark grammar. Raises ConstraintRefused."""
-    return f"%json {json.dumps(compiler_schema(_embeddable(schema, param)))}"
-
-
-def _embeddable(schema: JsonSchema, param: str) -> JsonSchema:
-    """Drops the patterns that cannot be enforced, if the schema is not strict. Raises ConstraintRefused."""
     refuse_costly(json.loads(schema.text), param)
-    if schema.strict:
-        return schema
-    return JsonSchema(without_unsupported_patterns(schema.text), strict=False)
+    [text] = _without_unsupported_patterns([schema])
+    return f"%json {json.dumps(compiler_schema(JsonSchema(text, schema.strict)))}"
 
 
-def without_unsupported_patterns(text: str) -> str:
-    """Drops the patterns of a schema that llguidance cannot read. Their size must be checked before."""
+def without_unsupported_patterns(schema: JsonSchema) -> JsonSchema:
+    """Drops the patterns that llguidance cannot read, if the schema is not strict. Check their size before."""
+    [text] = _without_unsupported_patterns([schema])
+    return JsonSchema(text, schema.strict)
 
-    def change(schema: dict[str, Any]) -> None:
-        if isinstance(pattern := schema.get("pattern"), str) and not _is_supported(pattern):
+
+def _without_unsupported_patterns(schemas: Sequence[JsonSchema]) -> list[str]:
+    """Returns the texts of schemas. Those that are not strict lose the patterns that llguidance cannot read."""
+    found: dict[str, bool] = {}
+
+    def note(schema: dict[str, Any]) -> None:
+        if isinstance(pattern := schema.get("pattern"), str):
+            found[pattern] = True
+
+    def drop(schema: dict[str, Any]) -> None:
+        if isinstance(pattern := schema.get("pattern"), str) and not found[pattern]:
             del schema["pattern"]
 
-    return json.dumps(_changed(json.loads(text), change), separators=(",", ":"), ensure_ascii=False)
-
-
-def _is_supported(pattern: str) -> bool:
-    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
-    return not LLMatcher.validate_grammar(grammar, limits=parser_limits())
+    parsed = [None if schema.strict else json.loads(schema.text) for schema in schemas]
+    for each in parsed:
+        _changed(each, note)
+    found.update(zip(list(found), supported_patterns(list(found)), strict=True))
+    if all(found.values()):
+        return [schema.text for schema in schemas]
+    return [
+        schema.text
+        if schema.strict
+        else json.dumps(_changed(each, drop), separators=(",", ":"), ensure_ascii=False)
+        for schema, each in zip(schemas, parsed, strict=True)
+    ]
 
 
 def refuse_costly(schema: Any, param: str) -> None:
@@ -162,17 +185,30 @@ def refuse_costly(schema: Any, param: str) -> None:
             parts += written_out(pattern)
         if isinstance(by_pattern := each.get("patternProperties"), Mapping):
             parts += sum(map(written_out, by_pattern))
+            _refuse_more(len(by_pattern), MAX_PATTERN_PROPERTIES, "names in one 'patternProperties'", param)
+        if isinstance(all_of := each.get("allOf"), list):
+            _refuse_more(len(all_of), MAX_SCHEMA_ALL_OF, "schemas in one 'allOf'", param)
         asked = [each.get(key) for key in _LEAST]
         least += sum(min(max(0, value), 10**18) for value in asked if isinstance(value, int | float))
-        names += len(required) if isinstance(required := each.get("required"), list) else 0
+        required = each.get("required")
+        required = required if isinstance(required, list) else []
+        names += len(required)
+        if isinstance(properties := each.get("properties"), Mapping):
+            optional = len(properties.keys() - {name for name in required if isinstance(name, str)})
+            _refuse_more(
+                optional, MAX_SCHEMA_OPTIONAL, "properties of one object that are not required", param
+            )
     refuse_more_parts(parts, param)
     if least > MAX_SCHEMA_LEAST:
         keywords = ", ".join(f"'{name}'" for name in _LEAST)
         reason = f"the sum of its {keywords} is {least:,}, more than {MAX_SCHEMA_LEAST:,}"
         raise ConstraintRefused(param, reason)
-    if names > MAX_SCHEMA_REQUIRED:
-        reason = f"it has {names:,} names in 'required', more than {MAX_SCHEMA_REQUIRED:,}"
-        raise ConstraintRefused(param, reason)
+    _refuse_more(names, MAX_SCHEMA_REQUIRED, "names in 'required'", param)
+
+
+def _refuse_more(count: int, most: int, of: str, param: str) -> None:
+    if count > most:
+        raise ConstraintRefused(param, f"it has {count:,} {of}, more than {most:,}: make it smaller")
 
 
 def refuse_more_parts(parts: int, param: str) -> None:
@@ -209,22 +245,33 @@ def _refuse_complex(schema: Any, param: str) -> None:
     raise ConstraintRefused(param, f"its schema is nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
-def _refuse_rings(schema: Any, param: str) -> None:
-    """Refuses references that lead back to themselves before any value: each answer would end in the middle."""
-    open_ones: set[str] = set()
-    done: set[str] = set()
-    waiting: list[tuple[str, bool]] = [(reference, False) for reference in _references(schema)]
-    while waiting:
-        reference, is_left = waiting.pop()
-        if is_left:
-            open_ones.remove(reference)
-            done.add(reference)
-        elif reference in open_ones:
-            raise ConstraintRefused(param, f"its '$ref' {reference[:100]!r} leads back to itself")
-        elif reference not in done:
-            open_ones.add(reference)
-            waiting.append((reference, True))
-            waiting += [(inner, False) for inner in _references_at(_resolved(reference, schema))]
+def _refuse_references(schema: Any, param: str) -> None:
+    """Refuses references that lead back to themselves before any value, and long chains of references.
+
+    A ring before a value ends each answer in the middle.
+    """
+    found = {reference: _resolved(reference, schema) for reference in _references(schema)}
+    names = {id(target): reference for reference, target in found.items()}
+    targets = {id(target): target for target in found.values()}
+
+    def led_to(references: Callable[[Any], set[str]]) -> Callable[[int], set[int]]:
+        # By the target, not by the reference: one has many spellings.
+        return lambda target: {id(found[reference]) for reference in references(targets[target])}
+
+    depths = Depths(led_to(_references_at))
+    chain = max(map(depths.of, targets), default=0)
+    if depths.ring is not None:
+        raise ConstraintRefused(param, f"its '$ref' {names[depths.ring][:100]!r} leads back to itself")
+    if chain > MAX_REF_CHAIN:
+        reason = f"its '$ref's form a chain of {chain:,}, longer than {MAX_REF_CHAIN}: refer to the last one"
+        raise ConstraintRefused(param, reason)
+    depths = Depths(led_to(_references))
+    depth = max(map(depths.of, targets), default=0)
+    if depth > MAX_REF_DEPTH:
+        reason = (
+            f"its '$ref's lead {depth:,} deep into each other, more than {MAX_REF_DEPTH}: make it less deep"
+        )
+        raise ConstraintRefused(param, reason)
 
 
 def _references(schema: Any) -> set[str]:

@@ -10,7 +10,7 @@ from rootstock.engine.constraints.progress import AnswerProgress
 
 
 class MaskWorker:
-    """A thread that computes masks. llguidance releases the interpreter's lock while it computes one.
+    """A thread that waits for masks, which the processes of grammars compute.
 
     Between `begin` and `wait`, nothing else may use the given answers' progress.
     """
@@ -41,6 +41,9 @@ class MaskWorker:
 
 
 def _prepare(answers: Sequence[AnswerProgress]) -> None:
+    for answer in answers:  # all processes compute at once
+        with suppress(Exception):
+            answer.begin()
     for answer in answers:
         with suppress(Exception):  # the answer computes the mask again when it needs it, and fails alone
             answer.prepare()

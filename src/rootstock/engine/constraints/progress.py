@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from rootstock.engine.constraints.compiled import CompiledConstraint
+from rootstock.engine.constraints.compiled import CompiledConstraint, Matcher, Words
+from rootstock.engine.constraints.host import GrammarLost
 from rootstock.engine.constraints.vocabulary import Ids, Vocabulary
-from rootstock.errors import ConstraintFailed
+from rootstock.errors import CompilerBusy, ConstraintFailed
 
 # In errors of llguidance: limits of a lexer, which copies of a matcher share.
 _SHARED_LIMITS = ("too many states", "too many expressions")
 _MAX_DETAIL_CHARS = 300
+_TOKENS_BETWEEN_REBUILDS = 64
 
 
 # ---- restrictions of the next token
@@ -98,8 +99,9 @@ class AnswerProgress:
         self._grammar = constraint.grammar
         self._reasoning = constraint.reasoning
         self._budget_left = None if self._reasoning is None else self._reasoning.budget_tokens
-        self._matcher: LLMatcher | None = None  # made when it is needed: many requests only wait
+        self._matcher: Matcher | None = None  # made when it is needed: many requests only wait
         self._answer: list[int] = []  # tokens that the matcher has
+        self._rebuilt_at: int | None = None  # tokens of the answer when the matcher was replaced
         self._mask: Masked | None = None  # of the next token, once it is computed
         self._phase: _Phase = _Unbound() if self._grammar is None else _Answering()
         if self._reasoning is not None and self._reasoning.starts_inside:
@@ -112,10 +114,23 @@ class AnswerProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar allows nothing but the end of the answer."""
+        """Whether the grammar allows nothing but the end of the answer. Raises ConstraintFailed."""
         if not isinstance(self._phase, _Answering) or not self._answer or self._matcher is None:
             return False
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        self.settle()
+        return self._matcher.is_stopped
+
+    def settle(self) -> None:
+        """Waits until the grammar has taken all accepted tokens. Raises ConstraintFailed."""
+        if self._matcher is not None:
+            self._matcher.settle()
+            if self._matcher.error is not None and not self._rebuilt():
+                raise _failed(self._matcher)
+
+    def begin(self) -> None:
+        """Begins what `prepare` returns with, and does not wait for it."""
+        if self.needs_mask:
+            self._started().begin_mask()
 
     def prepare(self) -> None:
         """Computes the mask of the next token, if it needs one. An error of the grammar appears in `restriction`."""
@@ -130,7 +145,7 @@ class AnswerProgress:
                 mask, matcher = self._mask, self._matcher
                 assert mask is not None
                 assert matcher is not None
-                if matcher.is_error():
+                if matcher.error is not None:
                     raise _failed(matcher)
                 return mask if is_begun else self._or_reasoning(mask)
             case _Reasoning(tail):
@@ -143,7 +158,7 @@ class AnswerProgress:
                 assert_never(other)
 
     def accept(self, token: int) -> None:
-        """Takes the next token, which is no end token. Raises ConstraintFailed."""
+        """Takes the next token, which is no end token. A grammar takes it later: `settle` waits for that."""
         match self._phase:
             case _Answering(is_begun):
                 if not is_begun and self._begins_reasoning(token):
@@ -168,7 +183,7 @@ class AnswerProgress:
         """Counts the first tokens of a draft that may come. An estimate in reasoning, which may end within it."""
         match self._phase:
             case _Answering():
-                return self._started().validate_tokens(list(draft))
+                return self._started().agreeing(list(draft))
             case _Writing(rest):
                 pairs = zip(draft, rest, strict=False)
                 differs = (i for i, (drafted, forced) in enumerate(pairs) if drafted != forced)
@@ -178,39 +193,46 @@ class AnswerProgress:
 
     # ------------------------------------------------------------------------------------- the grammar
 
-    def _started(self) -> LLMatcher:
+    def _started(self) -> Matcher:
         if self._matcher is None:
             assert self._grammar is not None
-            self._matcher = self._grammar.matcher.deep_copy()
+            self._matcher = self._grammar.matcher()
         return self._matcher
 
     def _computed_mask(self) -> Masked:
         matcher = self._started()
         mask = mask_of(matcher, self._vocabulary)
-        if matcher.is_error() and self._rebuilt():
+        if matcher.error is not None and self._rebuilt():
             mask = mask_of(self._started(), self._vocabulary)
         return mask
 
     def _consume(self, token: int) -> None:
-        matcher = self._started()
-        if not matcher.consume_token(token) and not (
-            self._rebuilt() and self._started().consume_token(token)
-        ):
-            raise _failed(self._started())
         self._answer.append(token)
+        self._started().take(token)
 
     def _rebuilt(self) -> bool:
         """Replaces a matcher that failed because the states shared with other requests reached their limit.
 
-        Returns False if this answer alone reaches the limit.
+        Returns False if this answer alone reaches the limit, or would do so again and again.
         """
         assert self._matcher is not None
         assert self._grammar is not None
-        error = self._matcher.get_error()
-        if not any(limit in error for limit in _SHARED_LIMITS):
+        error = self._matcher.error or ""
+        tokens = len(self._answer)
+        too_soon = self._rebuilt_at is not None and tokens - self._rebuilt_at < _TOKENS_BETWEEN_REBUILDS
+        if too_soon or not any(limit in error for limit in _SHARED_LIMITS):
             return False
-        alone = self._grammar.rebuild()
-        if not alone.consume_tokens(self._answer):
+        self._rebuilt_at = tokens
+        try:
+            alone = self._grammar.rebuild()
+        except (GrammarLost, CompilerBusy):
+            return False
+        if alone is None:
+            return False
+        for token in self._answer:
+            alone.take(token)
+        alone.settle()
+        if alone.error is not None:
             return False
         self._matcher = alone
         return True
@@ -288,21 +310,19 @@ def _continued(rest: tuple[int, ...], then: _Phase) -> _Phase:
     return _Writing(rest, then) if rest else then
 
 
-def mask_of(matcher: LLMatcher, vocabulary: Vocabulary) -> Masked:
+def mask_of(matcher: Matcher, vocabulary: Vocabulary) -> Masked:
     """Computes the mask of a matcher's next token. Check the matcher for errors."""
-    words = np.zeros(vocabulary.mask_words, dtype=np.uint32)
-    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-    return mask_from(words, vocabulary)
+    return mask_from(matcher.mask(vocabulary.mask_words), vocabulary)
 
 
-def mask_from(words: NDArray[np.uint32], vocabulary: Vocabulary) -> Masked:
-    """Converts the words of a mask, the lowest bit first."""
+def mask_from(words: Words, vocabulary: Vocabulary) -> Masked:
+    """Converts the words of a mask."""
     allowed = np.unpackbits(words.view(np.uint8), count=vocabulary.size + 1, bitorder="little")
     return Masked(allowed[: vocabulary.size] == 0, bool(allowed[vocabulary.end]))
 
 
-def _failed(matcher: LLMatcher) -> ConstraintFailed:
-    return ConstraintFailed(first_line(matcher.get_error()))
+def _failed(matcher: Matcher) -> ConstraintFailed:
+    return ConstraintFailed(first_line(matcher.error or ""))
 
 
 def first_line(message: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from rootstock.engine.constraints.depths import Depths
+
 _REPETITION = r"\{\s*(?P<least>\d{1,18})\s*(?:,\s*(?P<most>\d{0,18})\s*)?\}"
 # A class, a string or a pattern without its end goes on to the end of the text or line. Otherwise an end that is not
 # there would be searched for behind every opening.
@@ -29,15 +31,32 @@ def written_out(pattern: str) -> int:
 
 def largest_written_out(grammar: str) -> int:
     """Counts the atoms of the largest rule of a Lark grammar, with the terminals inside it."""
+    bodies = _bodies(grammar)
+    sizes: dict[str, int] = {}
+    for name in bodies:
+        _add_size(name, bodies, sizes)
+    return max(sizes.values())
+
+
+def rule_depth(grammar: str) -> int:
+    """Counts the rules and terminals of a Lark grammar that lead to each other, the longest way."""
+    bodies = _bodies(grammar)
+    depths = Depths[str](lambda name: _names_in(bodies[name]) & bodies.keys())
+    return max(map(depths.of, bodies))
+
+
+def _bodies(grammar: str) -> dict[str, str]:
+    """Returns the texts of the rules by name. "" is the text before the first one."""
     rules = list(_RULE.finditer(grammar))
     bodies: dict[str, str] = {"": grammar[: rules[0].start()] if rules else grammar}
     ends = [following.start() for following in rules[1:]] + [len(grammar)]
     for rule, end in zip(rules, ends, strict=False):
         bodies[rule[1]] = bodies.get(rule[1], "") + grammar[rule.end() : end]
-    sizes: dict[str, int] = {}
-    for name in bodies:
-        _add_size(name, bodies, sizes)
-    return max(sizes.values())
+    return bodies
+
+
+def _names_in(body: str) -> set[str]:
+    return {atom["name"] for atom in _OF_LARK.finditer(body) if atom["name"]}
 
 
 def _add_size(first: str, bodies: Mapping[str, str], sizes: dict[str, int]) -> None:
@@ -47,7 +66,7 @@ def _add_size(first: str, bodies: Mapping[str, str], sizes: dict[str, int]) -> N
         name = waiting[-1]
         if name not in sizes and name not in opened:
             opened.add(name)
-            inner = {atom["name"] for atom in _OF_LARK.finditer(bodies[name])} & bodies.keys()
+            inner = _names_in(bodies[name]) & bodies.keys()
             waiting += [each for each in inner if each.isupper() and each not in sizes and each not in opened]
             continue
         waiting.pop()

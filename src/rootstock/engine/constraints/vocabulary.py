@@ -1,6 +1,7 @@
 """The tokens of a model as bytes, as grammars need them.
 
-A token that never has text, such as an end of turn, is the byte FF and its name: no text of a grammar leads to it.
+A token that never has text, such as an end of turn, is the byte FF and its name: no text of a grammar leads to it. An
+id without a token, of which most models have some, has no bytes: nothing leads to it, in any grammar.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
-from llguidance import LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from rootstock.engine.tokenizer import ModelTokenizer
@@ -40,22 +40,27 @@ class Vocabulary:
         self.end = size
         self.eos_token_ids = np.array([id for id in eos_token_ids if 0 <= id < size], dtype=np.intp)
         eos = set(self.eos_token_ids.tolist())
-        self.hidden = [id for id in range(size) if id in eos or tokenizer.is_hidden(id)]
-        self._hidden = hidden = frozenset(self.hidden)
+        self._hidden = hidden = frozenset(id for id in range(size) if id in eos or tokenizer.is_hidden(id))
         visible = [id for id in range(size) if id not in hidden]
         told = map(tokenizer.token_bytes, range(size))
-        self.pieces = [_HIDDEN + piece if id in hidden else piece for id, piece in enumerate(told)]
+        # FF alone would be the beginning of every token without text.
+        self.pieces = [_HIDDEN + piece if piece and id in hidden else piece for id, piece in enumerate(told)]
         reason = _reason_unfit(tokenizer, self.pieces, visible)
         if reason is not None:
             raise UnfitTokens(reason)
         self._longest = max((len(self.pieces[id]) for id in visible), default=0)
         self._by_bytes = {self.pieces[id]: id for id in reversed(visible) if self.pieces[id]}
         self._sorted = sorted((self.pieces[id], id) for id in visible)
-        self.matcher_tokenizer = self._matcher_tokenizer()
 
-    def _matcher_tokenizer(self) -> LLTokenizer:
-        wrapper = TokenizerWrapper(_Wrapped(self))
-        return LLTokenizer(wrapper, n_vocab=self.size + 1, eos_token=self.end)
+    @property
+    def matcher_pieces(self) -> list[bytes]:
+        """Returns the bytes of each token as llguidance reads them, and of `end`."""
+        return [*map(_unlike_numbers, self.pieces), _HIDDEN + b"<|end of the answer|>"]
+
+    @property
+    def matcher_special(self) -> list[int]:
+        """Returns the tokens without text, and `end`."""
+        return [*(id for id in sorted(self._hidden) if self.pieces[id]), self.end]
 
     @cached_property
     def mask_words(self) -> int:
@@ -128,19 +133,12 @@ class Vocabulary:
         return ids
 
 
-class _Wrapped:
-    """A vocabulary as llguidance reads it."""
+def _unlike_numbers(piece: bytes) -> bytes:
+    """Changes the name of a token without text that looks like FF[7], by which llguidance writes the token 7.
 
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._encode = vocabulary.encode
-        self.eos_token_id = vocabulary.end
-        self.tokens = [*vocabulary.pieces, _HIDDEN + b"<|end of the answer|>"]
-        self.special_token_ids = [*vocabulary.hidden, vocabulary.end]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text)
+    The beginning of such a name would be allowed wherever a token is, and could not be followed.
+    """
+    return _HIDDEN + piece if piece.startswith(_HIDDEN + b"[") else piece
 
 
 def _reason_unfit(tokenizer: ModelTokenizer, pieces: Sequence[bytes], visible: Sequence[int]) -> str | None:

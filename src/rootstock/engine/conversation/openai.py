@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rootstock.engine.constraints.asked import Lark, Regex
@@ -17,8 +18,10 @@ from rootstock.engine.conversation.marks import (
     cache_control_of,
     count_marks,
 )
+from rootstock.engine.conversation.media import medium_line, medium_of
 from rootstock.engine.conversation.types import (
     Conversation,
+    MediumKind,
     Message,
     Part,
     PrefixMark,
@@ -45,10 +48,12 @@ from rootstock.engine.limits import (
     refuse_other_text,
     refuse_surrogates,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.errors import InvalidParameter, MissingParameter
 
 # Fields in which clients send back an answer's reasoning. All servers but this one have one of the first two.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# Fields of messages with media beside the content: OpenAI's spoken answers, and images of OpenRouter's and Ollama's.
+_MEDIA_FIELDS: Mapping[str, MediumKind] = {"audio": "audio", "images": "image"}
 # The arguments of a custom tool, which takes one text: templates and models know functions only.
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -125,13 +130,16 @@ def _message_of(message: Mapping[str, Any], path: str) -> Message:
         content = message.get("refusal")
     if content is None and not calls and role not in ("assistant", "tool"):
         raise MissingParameter(f"{path}.content")
-    if message.get("audio") is not None:
-        raise Unsupported(f"{path}.audio", "Only text is read. Send the transcript as 'content'.")
     refuse_other_text(message.get("name"), f"{path}.name", MAX_NAME_CHARS)
     # Of any length: some clients put kilobytes into it.
     refuse_other_text(message.get("tool_call_id"), f"{path}.tool_call_id", None)
     texts = _texts_of(content, cache_control_of(message, path), f"{path}.content")
-    known = {"role", "content", "tool_calls", CACHE_CONTROL, *_REASONING_FIELDS}
+    beside = [
+        medium_line(kind, f"{path}.{field}") for field, kind in _MEDIA_FIELDS.items() if message.get(field)
+    ]
+    if beside:
+        texts = [*(text for text in texts if text.text or text.mark), *beside]
+    known = {"role", "content", "tool_calls", CACHE_CONTROL, *_REASONING_FIELDS, *_MEDIA_FIELDS}
     if role == "tool":
         parts: list[Part] = [ToolResult(message.get("tool_call_id"), tuple(texts), message.get("name"))]
         known |= {"tool_call_id", "name"}
@@ -165,21 +173,23 @@ def _texts_of(content: Any, mark: PrefixMark | None, path: str) -> list[Text]:
     texts = [_text_of(part, f"{path}[{i}]") for i, part in enumerate(content)]
     if mark is not None:
         last = texts.pop() if texts else Text("")
-        texts.append(Text(last.text, mark))
+        texts.append(replace(last, mark=mark))
     return texts
 
 
 def _text_of(part: Any, path: str) -> Text:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise InvalidParameter(path, part, "a part with a 'type'")
+    kind, mark = part.get("type"), breakpoint_of(part, path) or cache_control_of(part, path)
     if kind not in ("text", "refusal"):
-        named = path if kind is None else f"{path}.type"
-        raise InvalidParameter(
-            named, part if kind is None else kind, "a part of type 'text': this model reads no other"
-        )
+        medium = medium_of(part, path, mark)
+        if medium is None:
+            raise InvalidParameter(f"{path}.type", kind, "'text', 'image_url', 'input_audio' or 'file'")
+        return medium
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidParameter(f"{path}.{kind}", text, "a string")
-    return Text(text, breakpoint_of(part, path) or cache_control_of(part, path))
+    return Text(text, mark)
 
 
 def _calls_of(calls: Any, path: str) -> list[ToolCall]:

@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.conversation.types import (
     Conversation,
+    Medium,
     Message,
     Part,
     PrefixMark,
@@ -73,6 +74,7 @@ class TemplateInput:
     tools: Sequence[TemplateTool] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
+    media: tuple[Medium, ...] = ()  # that the messages have lines of text for
 
     def render(self, model_tokenizer: ModelTokenizer) -> str:
         """Renders the prompt. Raises ChatTemplateMissing and ChatTemplateFailed."""
@@ -86,14 +88,18 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
     InvalidParameter, for a message that the template drops, and ChatTemplateMissing.
     """
     builder = _built(conversation, tokenizer, moves_system=False)
-    if _has_late_system(builder.messages) and not _is_accepted(builder.messages, tokenizer):
+    if _has_later_system(builder.messages) and not _is_accepted(builder.messages, tokenizer):
         builder = _built(conversation, tokenizer, moves_system=True)
     shown = [tool for tool in conversation.tools if not tool.deferred]
     if conversation.tool_choice.mode == "none":
         shown = []
     marks = [Mark(None, asked=tool.mark) for tool in shown if tool.mark is not None] + builder.marks
     return TemplateInput(
-        builder.messages, list(map(template_tool, shown)), conversation.options, tuple(marks)
+        builder.messages,
+        list(map(template_tool, shown)),
+        conversation.options,
+        tuple(marks),
+        tuple(builder.media),
     )
 
 
@@ -101,6 +107,7 @@ def _built(conversation: Conversation, tokenizer: ModelTokenizer, *, moves_syste
     builder = _Builder(conversation, tokenizer, moves_system)
     for message in _with_results_in_order(conversation.messages):
         builder.add(message)
+    builder.end()
     return builder
 
 
@@ -135,8 +142,8 @@ def _with_results_in_order(messages: Iterable[Message]) -> Iterator[Message]:
                 order = {call.id: number for number, call in enumerate(calls)}
 
 
-def _has_late_system(messages: Sequence[TemplateMessage]) -> bool:
-    return any(b["role"] == "system" != a["role"] for a, b in pairwise(messages))
+def _has_later_system(messages: Sequence[TemplateMessage]) -> bool:
+    return any(message["role"] == "system" for message in messages[1:])
 
 
 def _is_accepted(messages: Sequence[TemplateMessage], tokenizer: ModelTokenizer) -> bool:
@@ -167,6 +174,10 @@ class _Builder:
         """With `moves_system`, later system messages are shown in messages of the user."""
         self.messages: list[dict[str, Any]] = []
         self.marks: list[Mark] = []
+        self._joined: list[str] = []  # texts that become the content of the last message when it ends
+        self._joined_chars = 0
+        self._only_system = True  # until a message of another role
+        self.media: list[Medium] = []
         self._tokenizer = tokenizer
         self._moves_system = moves_system
         self._referable = {tool.name: tool for tool in conversation.tools if tool.deferred}
@@ -195,6 +206,12 @@ class _Builder:
         if plain or not message.parts:
             self._add_plain(role, plain, message.fields, path)
 
+    def end(self) -> None:
+        """Joins the texts of the last message: at its end, because joining each text to it takes quadratic time."""
+        if self._joined:
+            self.messages[-1]["content"] = _BETWEEN_MESSAGES.join(self._joined)
+            self._joined = []
+
     def _add_plain(self, role: str, parts: Sequence[Part], fields: Mapping[str, Any], path: str) -> None:
         content, ends = self._content(parts)
         taken: dict[str, Any] = {**fields, "role": role, "content": content}
@@ -219,7 +236,7 @@ class _Builder:
         moves = self._moves_system and not is_first
         if not text or (not moves and _shown(self._tokenizer, "system", is_first) is _Shown.YES):
             self._append(message, ends)
-        elif all(each["role"] == "system" for each in self.messages) and not is_first:
+        elif self._only_system and not is_first:
             self._join_last(text, ends)
         elif is_first:
             self._add_plain("user", [Text(text)], {}, path)
@@ -243,11 +260,14 @@ class _Builder:
 
     def _content(self, parts: Iterable[Part]) -> tuple[str, _Ends]:
         """Returns the texts among parts as one content, and the characters at which its marked parts end."""
-        return _joined(
+        texts = [
             part if isinstance(part, Text) else Text(self._referred(part))
             for part in parts
             if isinstance(part, Text | ToolReference)
-        )
+        ]
+        for text in texts:
+            self.media += text.media
+        return _joined(texts)
 
     def _referred(self, reference: ToolReference) -> str:
         """Returns the text that shows a deferred tool to the model: its definition once, later its name."""
@@ -267,15 +287,22 @@ class _Builder:
         return taken
 
     def _append(self, message: dict[str, Any], ends: _Ends) -> None:
+        self.end()
+        self._only_system &= message["role"] == "system"
         self.marks += [Mark(len(self.messages), end, mark) for end, mark in ends]
         self.messages.append(message)
 
     def _join_last(self, text: str, ends: _Ends) -> None:
         """Appends a text to the last message, and its marks."""
-        last = self.messages[-1]
-        before = last["content"] + _BETWEEN_MESSAGES if last["content"] else ""
-        self.marks += [Mark(len(self.messages) - 1, len(before) + end, mark) for end, mark in ends]
-        last["content"] = before + text
+        if not self._joined:
+            self._joined = [self.messages[-1]["content"]]
+            self._joined_chars = len(self._joined[0])
+        if self._joined_chars == 0:
+            self._joined = []
+        before = self._joined_chars + len(_BETWEEN_MESSAGES) if self._joined_chars else 0
+        self.marks += [Mark(len(self.messages) - 1, before + end, mark) for end, mark in ends]
+        self._joined.append(text)
+        self._joined_chars = before + len(text)
 
     @property
     def _last_role(self) -> str | None:
@@ -294,13 +321,15 @@ class _Builder:
 
 def _joined(texts: Iterable[Text]) -> tuple[str, _Ends]:
     """Returns the texts of parts as one content, and the characters at which its marked parts end."""
-    content = ""
+    pieces: list[str] = []
     ends: list[tuple[int, PrefixMark]] = []
-    for number, part in enumerate(texts):
-        content += (_BETWEEN_PARTS if number else "") + part.text
+    chars = 0
+    for part in texts:
+        chars += (len(_BETWEEN_PARTS) if pieces else 0) + len(part.text)
+        pieces.append(part.text)
         if part.mark is not None:
-            ends.append((len(content), part.mark))
-    return content, ends
+            ends.append((chars, part.mark))
+    return _BETWEEN_PARTS.join(pieces), ends
 
 
 class _Shown(Enum):

@@ -22,10 +22,22 @@ class PrefixMark:
     ttl_s: float | None = None  # keep the prefix so long; None: as the request's options tell
 
 
+MediumKind = Literal["image", "audio", "video", "file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """An image or another medium of the client that the model does not read: a line of text stands for it."""
+
+    kind: MediumKind
+    field: str = field(compare=False)  # of the client's body: answers name it
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
     mark: PrefixMark | None = None  # at the end of this part
+    media: tuple[Medium, ...] = ()  # for which the text, or a line of it, stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +120,34 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class IgnoredField:
+    """A field of the client's body, or a part of it, that has no effect with this model: the answer names it."""
+
+    field: str
+    reason: str
+    # Of a switch for reasoning: its value. A model that always or never reasons, as the client wants it, is no cause
+    # for a warning.
+    wants_reasoning: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     options: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    ignored: tuple[IgnoredField, ...] = ()
+
+    def count_chars(self) -> int:
+        """Counts the characters of the messages' texts, without those of calls and tools."""
+        return sum(_chars_of(part) for message in self.messages for part in message.parts)
+
+
+def _chars_of(part: Part) -> int:
+    match part:
+        case Text(text) | Reasoning(text):
+            return len(text)
+        case ToolResult(parts=parts):
+            return sum(map(_chars_of, parts))
+        case _:
+            return 0

@@ -141,6 +141,11 @@ class OutputFormat:
         """Returns whether an answer may hold reasoning, or marks that no client sees."""
         return isinstance(self.shape, Harmony) or self.shape.reasoning is not None or bool(self.shape.frame)
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Returns whether an answer may hold reasoning."""
+        return isinstance(self.shape, Harmony) or self.shape.reasoning is not None
+
     def reasoning_around_answers(self, prompt: str, *, calls: bool) -> Reasoning | None:
         """Returns the reasoning that precedes the answers to a rendered prompt, and that a grammar leaves alone.
 

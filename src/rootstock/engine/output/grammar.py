@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llguidance import LLMatcher
-
 from rootstock.engine.constraints.asked import JsonSchema, Lark, Regex
-from rootstock.engine.constraints.json_schema import embedded_schema, lark_of
+from rootstock.engine.constraints.json_schema import embedded_schemas, lark_of
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.output.formats import (
     BareKeyCalls,
@@ -47,6 +45,13 @@ _HEAD = "%llguidance {}"
 _SPACE = r"SPACE: /[ \n]{0,2}/"
 _INDEX = "\x00"  # stands for a number in a text
 _ID = "\x01"  # stands for ten letters and digits
+_OF_REGEX = re.compile(r"\\.|[/\n\r\t]|\\$", re.DOTALL)
+# Characters that end a regular expression of Lark, with or without a backslash before them, and a last backslash.
+_IN_SLASHES = {
+    f"{slash}{char}": written
+    for slash in ("", "\\")
+    for char, written in {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}.items()
+} | {"\\": ""}
 _PATTERNS = {_INDEX: "/[0-9]{1,4}/", _ID: "/[a-z0-9]{10}/"}
 
 
@@ -56,7 +61,7 @@ def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice
     The grammar is of the text after the reasoning, up to the token that ends the answer. Raises InvalidParameter and
     ConstraintRefused for parameters that cannot be enforced.
     """
-    allowed = [_enforceable(tool) for tool in tools if not choice.names or tool.name in choice.names]
+    allowed = _enforceable([tool for tool in tools if not choice.names or tool.name in choice.names])
     if not format.has_calls or not allowed:
         return None
     return _Grammar(format).of(allowed, parallel=choice.parallel)
@@ -76,7 +81,7 @@ def call_or_answer_grammar(
     grammar = _Grammar(format)
     if all(openings):
         return grammar.of_openings(openings, lark_of(answer, param))
-    return grammar.of(list(map(_enforceable, tools)), parallel=choice.parallel, answer=lark_of(answer, param))
+    return grammar.of(_enforceable(tools), parallel=choice.parallel, answer=lark_of(answer, param))
 
 
 def _openings(format: OutputFormat) -> tuple[str, ...] | None:
@@ -92,12 +97,12 @@ def _openings(format: OutputFormat) -> tuple[str, ...] | None:
             return (calls.opening,)
 
 
-def _enforceable(tool: Tool) -> Tool:
-    """Returns a tool whose parameters can be part of a grammar."""
-    if tool.parameters is None:
-        return tool
-    parameters = embedded_schema(tool.parameters, f"tools.{tool.name}", strict=tool.strict)
-    return replace(tool, parameters=parameters)
+def _enforceable(tools: Sequence[Tool]) -> list[Tool]:
+    """Returns tools whose parameters can be part of a grammar."""
+    with_schema = [tool for tool in tools if tool.parameters is not None]
+    asked = [(tool.parameters, f"tools.{tool.name}", tool.strict) for tool in with_schema]
+    parameters = iter(embedded_schemas(asked))
+    return [tool if tool.parameters is None else replace(tool, parameters=next(parameters)) for tool in tools]
 
 
 class _Grammar:
@@ -392,5 +397,8 @@ def _strings_of(schema: Any) -> list[str]:
 def _lark(grammar: Lark | Regex) -> str:
     if isinstance(grammar, Lark):
         return grammar.grammar
-    made = json.loads(LLMatcher.grammar_from_regex(grammar.pattern))
-    return str(made["grammars"][0]["lark_grammar"])
+    return f"start: /{_OF_REGEX.sub(_in_slashes, grammar.pattern)}/"
+
+
+def _in_slashes(match: re.Match[str]) -> str:
+    return _IN_SLASHES.get(match[0], match[0])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 
-from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.radix_node import NEAR_TOKENS, Boundary, CheckpointKind
 from rootstock.engine.conversation.template import TemplateInput
 from rootstock.engine.prompts.prompt_tokenizer import (
     ChatPrompt,
@@ -32,7 +32,6 @@ from rootstock.errors import ChatTemplateFailed
 
 _WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
 _CONTEXT_CHARS = 64  # around a place: equal context identifies it in another text
-_NEAR_TOKENS = 4  # of two places nearer than this only the first gets a checkpoint, which serves both
 _SENTINEL = "\ue000"  # private use: hardly any text has it
 
 _CALL_ID = "call00000"  # the strictest templates want nine characters
@@ -118,11 +117,11 @@ class _Finder:
         next_turn = self._positions_of(after_answers)
         next_step = self._positions_of(after_calls)
         of_tool = self._conversation.messages[-1]["role"] == "tool"
-        last = -_NEAR_TOKENS
+        last = -NEAR_TOKENS
         for position in sorted(next_turn | next_step):
-            if position >= last + _NEAR_TOKENS:
+            if position >= last + NEAR_TOKENS:
                 last = position
-                within_turn = of_tool and any(position > step - _NEAR_TOKENS for step in next_step)
+                within_turn = of_tool and any(position > step - NEAR_TOKENS for step in next_step)
                 yield position, CheckpointKind.TOOL if within_turn else CheckpointKind.USER
 
     @cached_property

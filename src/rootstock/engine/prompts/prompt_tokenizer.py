@@ -182,10 +182,15 @@ class PromptTokenizer:
         self._pieces.forget(salt)
         self.answers.forget(salt)
 
-    def encode(self, text: str) -> Tokens:
-        """Tokenizes a plain prompt. Raises PromptTextTooLong."""
+    def encode(self, text: str, *, special: bool = True) -> Tokens:
+        """Tokenizes a plain prompt. `special`: with the tokens that the model wants before every text.
+
+        Raises PromptTextTooLong.
+        """
         self._refuse_too_long(text)
-        return self.model_tokenizer.encode(text)
+        if special:
+            return self.model_tokenizer.encode(text)
+        return self.model_tokenizer.encode_chat(self.model_tokenizer.escape(text, KeptTokens.ALL))
 
     def encode_chat(self, rendered: str, asker: Asker) -> SplicedText:
         """Tokenizes a rendered conversation, with sampled ids for its answers. Raises PromptTextTooLong."""

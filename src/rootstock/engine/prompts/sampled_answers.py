@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +55,12 @@ class SampledAnswer:
     @cached_property
     def spelled(self) -> Spelled:
         return self.spelling.spelled(self.tokens)
+
+    @cached_property
+    def prompt_chars(self) -> int:
+        """Length of the spelling of the prompt's last piece, with a character that the answer completes."""
+        spelled = self.spelled
+        return int(spelled.ends[bisect_left(spelled.counts, self.prompt_tokens)])
 
     def spans(self, returned: Mapping[str, ReturnedCall]) -> list[CallSpan]:
         """Returns the spans, in the spelling, of the calls that a client has sent back."""

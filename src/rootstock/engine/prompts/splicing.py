@@ -118,7 +118,9 @@ class _Alignment:
         """Returns the tokens of the pieces, with as many sampled ids as the text allows; None if it allows none."""
         calls = self._align()
         for attempt, (end, count, at) in enumerate(self._cuts()):
-            if count <= self._answer.prompt_tokens:
+            if (
+                at <= self._answer.prompt_chars
+            ):  # ids without text may stand there: nothing was returned of them
                 return None
             piece = bisect_right(self._starts, end) - 1
             if end == len(self._text):

@@ -63,12 +63,13 @@ def open_below(
         return None
     events = Events()
     disk: DiskTier | None = None
+    host: HostTier | None = None
     bottom: Tier | None = None
     if tier.disk_dir is not None:
         opened = DiskTier.open(tier.disk_dir, tier.disk_budget_bytes, gone=events.gone)
         if isinstance(opened, Off):
             log.warning("There is no disk tier: %s Requests go on without it.", opened.reason)
-            bottom = UnavailableTier(opened)
+            bottom = UnavailableTier(opened, has_records=True)
         else:
             bottom = disk = opened
     if tier.host_budget_bytes:
@@ -81,13 +82,14 @@ def open_below(
     tier_reader = TierReader(tier_writer.load, load_clock)
 
     def space() -> Space:
+        in_host = (0, 0) if host is None else (host.used_bytes, host.cap_bytes)
         if disk is not None:
             with suppress(Exception):  # an unreadable directory only lacks its statistics
                 usage = disk.usage()
-                return Space(usage.total_bytes, tier.disk_budget_bytes, usage.foreign_bytes)
-        return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
+                return Space(usage.total_bytes, tier.disk_budget_bytes, usage.foreign_bytes, *in_host)
+        return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0, 0, *in_host)
 
-    return TierConnector(
+    connector = TierConnector(
         runtime,
         cache,
         bottom,
@@ -100,3 +102,11 @@ def open_below(
         disk,
         space,
     )
+    if cache.stored.foreign_records:
+        log.warning(
+            "%d of %d stored records are of models with other layers, or of another --block-size: this one never "
+            "finds them. They stay until their space is needed. A directory for each model keeps them.",
+            cache.stored.foreign_records,
+            cache.stored.foreign_records + len(cache.stored),
+        )
+    return connector

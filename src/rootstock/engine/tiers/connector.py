@@ -98,11 +98,13 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Measured use of a tier's directory."""
+    """Measured use of a tier's directory, and of the host's RAM above it."""
 
     used_bytes: int
     cap_bytes: int
     foreign_bytes: int = 0  # included in used_bytes: other formats and unknown files, evicted first
+    host_used_bytes: int = 0
+    host_cap_bytes: int = 0  # 0: there is no host tier
 
 
 UNMEASURED = Space(0, 0)
@@ -130,7 +132,9 @@ class TierStats:
     quarantined_records: int
     used_bytes: int
     foreign_bytes: int
-    cap_bytes: int
+    cap_bytes: int  # of the disk; 0: there is none
+    host_used_bytes: int
+    host_cap_bytes: int
     write_amplification: float
 
 
@@ -182,6 +186,7 @@ class TierConnector:
         self._measured_at = -STALE_S
         self._probing = False
         self._clear_asked = False
+        self.clear_failed = False  # whether records may remain after the last `clear`
         self._slow_until = -STALE_S  # after an overdue load: no load begins before this time
         self.counters = TierCounters()
         self.prefill_speed = PrefillSpeed()
@@ -432,6 +437,7 @@ class TierConnector:
         No new load begins before that.
         """
         self._stored.clear()
+        self.clear_failed = False
         if self._in_flight:
             self._clear_asked = True
             return False
@@ -443,13 +449,13 @@ class TierConnector:
         self._events.apply(self._stored)
         self._stored.clear_namespace(namespace)
 
-    def clear_below(self, namespace: Namespace) -> None:
+    def clear_below(self, namespace: Namespace) -> bool:
         """Removes every record of the namespace, queued stores included. Loads in flight complete or miss.
 
-        Waits for the tier: for any thread but the engine's.
+        Returns False if some may remain. Waits for the tier: for any thread but the engine's.
         """
         self._writer.drain()
-        self._tier.clear(namespace.digest())
+        return self._tier.clear(namespace.digest())
 
     def read(self, identity: Identity) -> LoadResult:
         """Reads a record for an export. Waits for the tier: for any thread but the engine's."""
@@ -458,7 +464,7 @@ class TierConnector:
     def _clear_now(self) -> None:
         self._clear_asked = False
         self._writer.drain()
-        self._tier.clear()
+        self.clear_failed = not self._tier.clear()
         self._events.apply(self._stored)
         self._stored.clear()
 
@@ -493,6 +499,8 @@ class TierConnector:
             used_bytes=space.used_bytes,
             foreign_bytes=space.foreign_bytes,
             cap_bytes=space.cap_bytes,
+            host_used_bytes=space.host_used_bytes,
+            host_cap_bytes=space.host_cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
         )
 

@@ -24,6 +24,7 @@ from rootstock.runtime.model_files import (
     in_one_line,
     read_json,
 )
+from rootstock.runtime.model_formats import quantization_of
 
 MODELOPT_CONFIG = "hf_quant_config.json"  # where NVIDIA's exports describe their quantization
 
@@ -192,12 +193,9 @@ def _check_quantization(model: str, config: Mapping[str, Any]) -> None:
         method = found.get("quant_method") if isinstance(found, dict) else None
         if not isinstance(method, str):
             raise ModelFileInvalid(model, CONFIG, "quantization_config names no quant_method")
-        if method not in _FOREIGN:
-            raise ModelUnsupported(
-                model,
-                f"its weights are quantized by {shown(method)}, which mlx-lm does not read; convert the unquantized "
-                "model with mlx_lm.convert",
-            )
+        declared = quantization_of(config)
+        if method not in _FOREIGN and declared is not None:
+            raise ModelUnsupported(model, declared.refusal(by_mlx=True))
 
 
 def _check_parameters(model: str, where: str, found: Mapping[str, Any], required: Sequence[str]) -> None:

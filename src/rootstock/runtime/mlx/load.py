@@ -27,6 +27,7 @@ from rootstock.runtime.memory_fit import (
     refuse_adapter_beyond,
     refuse_beyond,
     refuse_beyond_limit,
+    refuse_hopeless_budget,
     refuse_longer_context,
 )
 from rootstock.runtime.mlx.adapters import Adapters
@@ -99,6 +100,8 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         _quantize(model, config)
     if config.memory_check:
         _refuse_too_large(name, model, dtype, config.quantize, demands)
+    if demands.kv_budget is not None:
+        _refuse_hopeless_budget(model, config, demands)
     try:
         # With every file that has a part in the configuration.
         hashed = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
@@ -249,6 +252,17 @@ def _refuse_too_large(
     weights = sum(int(array.nbytes) for array in arrays_of(model)) + adapters
     refuse_beyond(name, weights, words, "--kv-budget", demands.pool_bytes, free_bytes(), "unified memory")
     refuse_beyond_limit(name, weights, words, demands)
+
+
+def _refuse_hopeless_budget(model: nn.Module, config: ModelConfig, demands: Demands) -> None:
+    """Raises BudgetTooSmall for a KV cache that could not hold a short request. The model is not evaluated for it."""
+    try:
+        layout = survey(model, evaluates=False)
+    except Exception:  # the model's own code may raise anything; it is surveyed again, with its weights
+        return
+    refuse_hopeless_budget(
+        (layout.with_quantized_rows() if config.kv_dtype == "int8" else layout).families, demands
+    )
 
 
 def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:

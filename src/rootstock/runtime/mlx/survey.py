@@ -117,10 +117,13 @@ class Layout:
         return replace(self, families=(*_sized(rules, layers), *self.families[len(rules) :]), layers=layers)
 
 
-def survey(model: nn.Module) -> Layout:
-    """Runs the model on a few tokens and returns what it keeps. Raises Unsupported."""
-    seen = _probe(model, _PROBE_TOKENS[0])
-    if seen != _probe(model, _PROBE_TOKENS[1]):
+def survey(model: nn.Module, *, evaluates: bool = True) -> Layout:
+    """Runs the model on a few tokens and returns what it keeps. Raises Unsupported.
+
+    Shapes and dtypes are known without an evaluation, before the weights are read.
+    """
+    seen = _probe(model, _PROBE_TOKENS[0], evaluates=evaluates)
+    if seen != _probe(model, _PROBE_TOKENS[1], evaluates=evaluates):
         raise Unsupported("keeps states whose size depends on the number of tokens")
     rules = sorted(
         dict.fromkeys(kept.rule for kept in seen.kept.values()),
@@ -209,7 +212,7 @@ class _Seen:
     vocab_size: int
 
 
-def _probe(model: nn.Module, tokens: int) -> _Seen:
+def _probe(model: nn.Module, tokens: int, *, evaluates: bool) -> _Seen:
     """Runs the model on `tokens` tokens with caches that note the K and V that they are given."""
     watched: dict[CachePath, _WatchedCache] = {}
     recurrent: dict[CachePath, Any] = {}
@@ -225,7 +228,8 @@ def _probe(model: nn.Module, tokens: int) -> _Seen:
 
     caches = replaced(mlx_cache.make_prompt_cache(model), watch)
     logits = model(mx.arange(1, tokens + 1)[None], cache=caches)
-    mx.eval(logits, [cache.cache for cache in recurrent.values()])
+    if evaluates:
+        mx.eval(logits, [cache.cache for cache in recurrent.values()])
     return _Seen(
         {path: _kept(cache, tokens) for path, cache in watched.items() if cache.given},
         {path: tuple(_state_shape(state) for state in cache.cache) for path, cache in recurrent.items()},

@@ -21,6 +21,7 @@ from rootstock.errors import ModelUnsupported, ModelWeightsMissing, shown
 from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.runner import dtype_name
 from rootstock.runtime.model_files import CONFIG, Progress, first_line, in_one_line, stored_tensors
+from rootstock.runtime.model_formats import MLX, Quantization, quantization_of
 from rootstock.units import MIB
 
 _EVALUATED_BYTES = 256 * MIB  # of weights at a time, between two reports of progress
@@ -46,14 +47,15 @@ def lazy_model(model: str, checkpoint: Checkpoint, files: Sequence[Path]) -> nn.
     except (
         Exception
     ) as error:  # ValueError for weights of other names or shapes, and whatever the model's code raises
+        quantization = quantization_of(checkpoint.config)
+        if quantization is not None and quantization.method != MLX:  # a variant that mlx-lm does not read
+            raise ModelUnsupported(model, quantization.refusal(in_one_line(error), by_mlx=True)) from error
         raise ModelWeightsMissing(model, in_one_line(error)) from error
     for path, module in _quantizable(built):
         if not mx.issubdtype(module.weight.dtype, mx.floating):
-            raise ModelUnsupported(
-                model,
-                f"mlx-lm reads {path}.weight as {dtype_name(module.weight.dtype)} without its scales; convert the "
-                "unquantized model with mlx_lm.convert",
-            )
+            found = quantization_of(checkpoint.config) or Quantization("", dtype_name(module.weight.dtype))
+            reason = f"mlx-lm reads {path}.weight as {dtype_name(module.weight.dtype)} without its scales"
+            raise ModelUnsupported(model, found.refusal(reason, by_mlx=True))
     return built
 
 

@@ -35,7 +35,7 @@ from rootstock.runtime.model_files import first_line, public_name, stored_tensor
 from rootstock.runtime.torch.inspect.config import text_config
 from rootstock.runtime.torch.memory_fit import refuse_too_large, weight_bytes
 from rootstock.runtime.torch.runner import resolve_device, resolve_dtype
-from rootstock.runtime.torch.weights import empty_model, quiet, read_config
+from rootstock.runtime.torch.weights import empty_model, quiet, read_config, refuse_quantized_tensors
 
 _LEAST_POSITIONS = 16_384  # of a model that declares no limit
 _WORD_CHARS = 128  # WordPiece reads a longer word as one unknown token
@@ -163,6 +163,7 @@ def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None 
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     declared = read_config(name, directory, trust_remote_code=config.trust_remote_code)
+    refuse_quantized_tensors(name, directory, stored_tensors(name, stored))
     if config.memory_check:
         empty = empty_model(name, declared, trust_remote_code=config.trust_remote_code, kind=AutoModel)
         needed = weight_bytes(stored_tensors(name, stored), empty, dtype, "none")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from rootstock.runtime.base import (
     Segment,
 )
 from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
-from rootstock.runtime.memory_fit import Demands, refuse_longer_context
+from rootstock.runtime.memory_fit import Demands, refuse_hopeless_budget, refuse_longer_context
 from rootstock.runtime.model_config import context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
     Progress,
@@ -49,7 +51,7 @@ from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch.fallback import Served, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import refuse_unknown_kinds, text_config
-from rootstock.runtime.torch.inspect.layout import Layout
+from rootstock.runtime.torch.inspect.layout import Layout, sequential_layout
 from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
@@ -58,7 +60,13 @@ from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
-from rootstock.runtime.torch.weights import empty_model, read_config, read_weights
+from rootstock.runtime.torch.weights import (
+    empty_model,
+    quiet,
+    read_config,
+    read_weights,
+    refuse_quantized_tensors,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -99,15 +107,19 @@ def load_model(
     directory = directory or locate(name, with_code=trusted, progress=report)
     files = weight_files(name, directory)
     declared = read_config(name, directory, trust_remote_code=trusted)
+    tensors = stored_tensors(name, files)
+    refuse_quantized_tensors(name, directory, tensors)
     try:
         empty = empty_model(name, declared, trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         if config.memory_check:
-            needed = weight_bytes(stored_tensors(name, files), empty, dtype, config.quantize)
+            needed = weight_bytes(tensors, empty, dtype, config.quantize)
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         del empty
+        if demands.kv_budget is not None:
+            _refuse_hopeless_budget(config, declared, dtype, demands)
         report("load", 0.0)
         model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
@@ -182,6 +194,30 @@ def load_model(
     return TorchRuntime(model, stored, with_graphs=config.cuda_graphs, adapters=adapters)
 
 
+def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dtype, demands: Demands) -> None:
+    """Raises BudgetTooSmall for a KV cache that could not hold a short request.
+
+    The tensors' shapes follow from a forward of the model without weights. Some architectures cannot run one: their
+    budget is checked after the load.
+    """
+    empty = empty_model(config.model, copy.deepcopy(declared), trust_remote_code=config.trust_remote_code)
+    try:
+        with own_attention(empty), quiet():
+            empty.set_experts_implementation("batched_mm")  # type: ignore[operator]  # others need data
+            found = survey(empty.to(dtype), torch.device("meta"))
+    except Exception:  # the architecture's own code may raise anything where there is no data
+        return
+    layout = _stored(sequential_layout(found), _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
+    refuse_hopeless_budget(layout.families, demands)
+
+
+def _stored(layout: Layout, of_states: torch.dtype | None, rounds_rows: bool) -> Layout:
+    """Returns the layout with the dtypes that the options choose for the pools."""
+    if of_states is not None:
+        layout = layout.with_stored_states(of_states)
+    return layout.with_quantized_rows() if rounds_rows else layout
+
+
 def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises InvalidOption if weights cannot be quantized on this device or in this dtype."""
     if quantize != "none" and device.type != "cpu":
@@ -207,11 +243,8 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
 def _with_quantized_cache(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
     """Returns the same model with pools that round recurrent states or quantize K and V. The self-check has run with
     exact pools, because the loss of rounding is the user's choice and no error. Raises InvalidOption."""
-    layout = served.layout
-    if of_states is not None:
-        layout = layout.with_stored_states(of_states)
+    layout = _stored(served.layout, of_states, rounds_rows)
     if rounds_rows:
-        layout = layout.with_quantized_rows()
         kept = [layer for layer in layout.layers if not layer.is_quantized]
         if len(kept) == len(layout.layers):
             stored = "latents" if kept else "no K and V"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import logging as transformers_logging
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, ModelWeightsMissing
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
+    StoredTensor,
     check_configs,
     first_line,
     in_one_line,
+    read_json,
 )
+from rootstock.runtime.model_formats import MLX, names_in, quantization_of, quantization_of_tensors
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -35,7 +40,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
         except Exception as error:  # transformers compares fields of any types with each other
             raise ModelFileInvalid(model, GENERATION_CONFIG, in_one_line(error)) from error
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "trust_remote_code" in str(error):
             reason = "it comes with its own code; read that code, then allow it with --trust-remote-code"
@@ -44,6 +49,35 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
         raise ModelUnsupported(model, reason) from error
     except Exception as error:  # the code that reads a configuration checks it, and may raise anything
         raise ModelFileInvalid(model, CONFIG, in_one_line(error)) from error
+    _refuse_quantization(model, directory, config)
+    return config
+
+
+def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
+    """Raises ModelUnsupported for quantized weights that transformers does not read, by itself or with the packages
+    that are installed."""
+    declared = quantization_of(read_json(model, directory, CONFIG))
+    if declared is None:
+        return
+    if not declared.method or declared.method == MLX:
+        raise ModelUnsupported(model, declared.refusal())
+    try:
+        with quiet():  # the configuration is copied, because the quantizer changes it
+            found = get_hf_quantizer(copy.deepcopy(config), None, None, True, {})[0]
+    except Exception as error:  # ImportError, ValueError, RuntimeError and others for what is missing
+        raise ModelUnsupported(model, declared.refusal(in_one_line(error))) from error
+    if found is None:
+        raise ModelUnsupported(model, declared.refusal())
+
+
+def refuse_quantized_tensors(model: str, directory: Path, stored: Sequence[StoredTensor]) -> None:
+    """Raises ModelUnsupported for quantized weights of which config.json says nothing: they would be read as they
+    are, without their scales."""
+    if quantization_of(read_json(model, directory, CONFIG)) is not None:
+        return
+    if (found := quantization_of_tensors((tensor.name, tensor.dtype) for tensor in stored)) is not None:
+        described = quantization_of({}, names_in(directory))
+        raise ModelUnsupported(model, (described or found).refusal(f"{CONFIG} does not say so"))
 
 
 def empty_model(
@@ -98,6 +132,9 @@ def read_weights(
     if info["error_msgs"]:
         raise ModelWeightsMissing(model, first_line(info["error_msgs"][0]))
     assert isinstance(loaded, nn.Module)
+    was_quantized = getattr(config, "quantization_config", None) is not None
+    if was_quantized and getattr(loaded.config, "quantization_config", None) is None:
+        loaded = loaded.to(dtype)  # transformers has dequantized the weights, to a dtype of its own choice
     return loaded
 
 

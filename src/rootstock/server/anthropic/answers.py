@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from rootstock.cache.hints import HintOutcome
+from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
@@ -48,7 +49,7 @@ class MessageBody(BaseModel):
     ]
     stop_sequence: str | None
     usage: MessageUsage
-    diagnostics: Json | None
+    diagnostics: Json | None = None
 
 
 class CountedTokens(BaseModel):
@@ -119,8 +120,11 @@ class MessageFormat:
     def message(
         self, content: list[Json], cached_tokens: int, output_tokens: int, event: TokenEvent | Finished
     ) -> Json:
-        """Returns the message, without its end. `event` is the first with what the cache has decided."""
-        diagnosis = event.diagnosis
+        """Returns the message, without its end. `event` is the first with what the cache has decided.
+
+        Anthropic's schema has more fields that are null here, such as `container`. Its API leaves them out, and some
+        clients accept no null.
+        """
         usage = self.prompt.body(cached_tokens, output_tokens)
         created = usage["cache_creation_input_tokens"]
         return {
@@ -132,15 +136,19 @@ class MessageFormat:
             "stop_reason": None,
             "stop_sequence": None,
             "stop_details": None,
-            "container": None,
-            "diagnostics": None if self.diagnose is None or diagnosis is None else self.diagnose(diagnosis),
+            **self._diagnostics(event.diagnosis),
             "usage": usage
             | {
                 "cache_creation": self.prompt.created_body(created, cached_tokens, event.hints),
-                "server_tool_use": None,
                 "service_tier": "standard",
+                "inference_geo": "not_available",
             },
         }
+
+    def _diagnostics(self, found: Diagnosis | None) -> Json:
+        if self.diagnose is None:
+            return {}
+        return {"diagnostics": None if found is None else self.diagnose(found)}
 
     def edits(self) -> Json:
         if self.applied_edits is None:
@@ -208,7 +216,7 @@ class MessageWriter:
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         [end] = ends
-        delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None, "container": None})
+        delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None})
         told = self._format.prompt.body(usage.cached_tokens, usage.completion_tokens)
         told |= thinking_tokens(self._parser)
         hints = self._format.prompt.hints.told(ends)

@@ -91,9 +91,8 @@ class StreamedBlocks:
                 case ReasoningDelta(text):
                     yield from self._reason(text)
                 case CallStarted(_, id, name):
-                    yield from self._start(
-                        CallStarted, {"type": "tool_use", "id": tool_use_id(id), "name": name, "input": {}}
-                    )
+                    call = {"type": "tool_use", "id": tool_use_id(id), "name": name, "input": {}}
+                    yield from self._start(CallStarted, call | {"caller": {"type": "direct"}})
                     self._arguments, self._has_arguments = JsonPrefix(), False
                 case CallArguments(_, text):
                     if sound := self._arguments.accepted(text):
@@ -123,7 +122,7 @@ class StreamedBlocks:
             if not text or text.isspace():
                 self._spaces = text
                 return
-            yield from self._start(TextDelta, {"type": "text", "text": "", "citations": None})
+            yield from self._start(TextDelta, {"type": "text", "text": ""})
         yield self._grown("text_delta", "text", text)
 
     def _reason(self, text: str) -> Iterator[BlockEvent]:

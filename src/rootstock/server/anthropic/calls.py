@@ -33,7 +33,7 @@ def messages_call(
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)
@@ -54,6 +54,7 @@ def messages_call(
         chat.requests(id, 1, sampling, stop, diagnose=asked is not None, hints=hints.cache),
         stream=bool(body.stream),
         dropped=chat.dropped,
+        media=chat.template.media,
     )
 
 

@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
+from rootstock.engine.conversation.media import medium_line, medium_of
 from rootstock.engine.conversation.types import (
     Conversation,
+    Medium,
+    MediumKind,
     Message,
     Part,
     PrefixMark,
@@ -42,7 +45,6 @@ ROLES = ("user", "assistant", "system")
 # Blocks of answers that mean nothing to another server, or whose content cannot be read.
 _SKIPPED = frozenset({"redacted_thinking", "fallback", "mcp_tool_listing"})
 _ENCRYPTED = frozenset({"encrypted_content", "encrypted_index", "encrypted_stdout"})
-_ONLY_TEXT = "This model reads only text."
 
 Json = Mapping[str, Any]
 
@@ -166,7 +168,7 @@ def _blocks(content: Any, path: str) -> Iterator[tuple[str, Json, str]]:
 def _system_parts(content: Any, path: str) -> Iterator[Part]:
     for kind, block, at in _blocks(content, path):
         match kind:
-            case "text":
+            case "text" | "search_result" | "document":
                 yield _text_of(block, at)
             case "tool_addition":
                 yield ToolReference(_changed_tool(block, at))
@@ -176,7 +178,10 @@ def _system_parts(content: Any, path: str) -> Iterator[Part]:
                     cache_control_of(block, at),
                 )
             case _:
-                raise InvalidParameter(f"{at}.type", kind, "'text', 'tool_addition' or 'tool_removal'")
+                medium = medium_of(block, at, cache_control_of(block, at))
+                if medium is None:
+                    raise InvalidParameter(f"{at}.type", kind, "'text', 'tool_addition' or 'tool_removal'")
+                yield medium
 
 
 def _changed_tool(block: Json, path: str) -> str:
@@ -204,14 +209,16 @@ def _parts_of(content: Any, path: str) -> Iterator[Part]:
                 yield _call_of(block, at)
             case "tool_result":
                 yield _result_of(block, at)
-            case "image":
-                raise Unsupported(at, f"{_ONLY_TEXT} Leave the image out.")
             case _ if kind in _SKIPPED:
                 pass
             case _ if kind.endswith("_tool_result"):
                 yield _server_result_of(block, at)
             case _:
-                raise InvalidParameter(f"{at}.type", kind, "'text', 'thinking', 'tool_use' or 'tool_result'")
+                medium = medium_of(block, at, cache_control_of(block, at))
+                if medium is None:
+                    allowed = "'text', 'thinking', 'tool_use', 'tool_result', 'image' or 'document'"
+                    raise InvalidParameter(f"{at}.type", kind, allowed)
+                yield medium
 
 
 def _string(block: Json, field: str, path: str) -> str:
@@ -224,38 +231,46 @@ def _string(block: Json, field: str, path: str) -> str:
 
 
 def _text_of(block: Json, path: str) -> Text:
-    """Returns the text of a text block, a search result, or a document of text."""
+    """Returns the text of a text block, a search result, or a document."""
     match block.get("type"):
         case "search_result":
             head = [_string(block, "title", path), _string(block, "source", path)]
             texts = _inner_texts(block.get("content"), f"{path}.content")
         case "document":
-            head = [text for text in (block.get("title"), block.get("context")) if isinstance(text, str)]
-            texts = _document_texts(block.get("source"), f"{path}.source")
+            head, texts = _document_texts(block, path)
         case _:
             return Text(_string(block, "text", path), cache_control_of(block, path))
-    return Text("\n".join([*head, *texts]), cache_control_of(block, path))
+    media = tuple(medium for text in texts for medium in text.media)
+    return Text("\n".join([*head, *(text.text for text in texts)]), cache_control_of(block, path), media)
 
 
-def _document_texts(source: Any, path: str) -> list[str]:
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    match kind:
+def _document_texts(block: Json, path: str) -> tuple[list[str], list[Text]]:
+    """Returns what a document says about itself, and its text."""
+    title, context, source = block.get("title"), block.get("context"), block.get("source")
+    head = [text for text in (title, context) if isinstance(text, str)]
+    at = f"{path}.source"
+    if not isinstance(source, Mapping):
+        raise InvalidParameter(at, source, "an object with a 'type'")
+    match source.get("type"):
         case "text":
-            return [_string(source, "data", path)]
+            return head, [Text(_string(source, "data", at))]
         case "content":
-            return _inner_texts(source.get("content"), f"{path}.content")
+            return head, _inner_texts(source.get("content"), f"{at}.content")
         case "base64" | "url" | "file":
-            raise Unsupported(path, f"{_ONLY_TEXT} Send the document's text as 'source' of type 'text'.")
+            # The line has the title, as it has the name of other files.
+            return [text for text in (context,) if isinstance(text, str)], [medium_line("file", path, title)]
         case _:
-            raise InvalidParameter(path, source, "an object of type 'text' or 'content'")
+            allowed = "an object of type 'text', 'content', 'base64', 'url' or 'file'"
+            raise InvalidParameter(at, source, allowed)
 
 
-def _inner_texts(content: Any, path: str) -> list[str]:
+def _inner_texts(content: Any, path: str) -> list[Text]:
     texts = []
     for kind, block, at in _blocks(content, path):
-        if kind != "text":
-            raise Unsupported(f"{at}.type", f"{_ONLY_TEXT} Leave the block out.")
-        texts.append(_string(block, "text", at))
+        text = Text(_string(block, "text", at)) if kind == "text" else medium_of(block, at)
+        if text is None:
+            raise InvalidParameter(f"{at}.type", kind, "'text' or 'image'")
+        texts.append(text)
     return texts
 
 
@@ -297,12 +312,12 @@ def _result_parts(content: Any, path: str) -> Iterator[Text | ToolReference]:
                 yield _text_of(block, at)
             case "tool_reference":
                 yield ToolReference(_name_of(block, at, "tool_name"))
-            case "image":
-                # A tool's picture stays in the history: to refuse it would end the client's session.
-                yield Text("[An image, which this model cannot see]", cache_control_of(block, at))
             case _:
-                allowed = "'text', 'search_result', 'document', 'tool_reference' or 'image'"
-                raise InvalidParameter(f"{at}.type", kind, allowed)
+                medium = medium_of(block, at, cache_control_of(block, at))
+                if medium is None:
+                    allowed = "'text', 'search_result', 'document', 'tool_reference' or 'image'"
+                    raise InvalidParameter(f"{at}.type", kind, allowed)
+                yield medium
 
 
 def _server_result_of(block: Json, path: str) -> ToolResult:
@@ -315,15 +330,29 @@ def _server_result_of(block: Json, path: str) -> ToolResult:
             _result_parts(found, f"{path}.content.tool_references")
         )
         return ToolResult(id, parts)
-    text = content if isinstance(content, str) else json.dumps(_readable(content), ensure_ascii=False)
-    return ToolResult(id, (Text(text, cache_control_of(block, path)),), is_error=bool(block.get("is_error")))
+    media: list[Medium] = []
+    if not isinstance(content, str):
+        content = json.dumps(_readable(content, f"{path}.content", media), ensure_ascii=False)
+    text = Text(content, cache_control_of(block, path), tuple(media))
+    return ToolResult(id, (text,), is_error=bool(block.get("is_error")))
 
 
-def _readable(value: Any) -> Any:
-    """Returns a JSON value without content that only Anthropic's servers can read. Its depth is bounded."""
-    if isinstance(value, Mapping):
-        return {name: _readable(each) for name, each in value.items() if name not in _ENCRYPTED}
-    return [_readable(each) for each in value] if isinstance(value, list) else value
+def _readable(value: Any, path: str, media: list[Medium]) -> Any:
+    """Returns a JSON value without content that only Anthropic's servers can read. Its depth is bounded.
+
+    A line stands for each medium, which is added to `media`.
+    """
+    if isinstance(value, list):
+        return [_readable(each, path, media) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    source = value.get("source")
+    if isinstance(source, Mapping) and source.get("type") == "base64":
+        kind: MediumKind = "image" if value.get("type") == "image" else "file"
+        line = medium_line(kind, path, value.get("title"))
+        media += line.media
+        return line.text
+    return {name: _readable(each, path, media) for name, each in value.items() if name not in _ENCRYPTED}
 
 
 # ---- tools

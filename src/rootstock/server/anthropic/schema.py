@@ -16,7 +16,7 @@ from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of
-from rootstock.engine.conversation.types import Conversation
+from rootstock.engine.conversation.types import Conversation, IgnoredField
 from rootstock.engine.limits import (
     MAX_MESSAGES,
     MAX_STOP_CHARS,
@@ -32,11 +32,22 @@ from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.conversation import conversation_of
 from rootstock.server.anthropic.edits import Edit, edits_of
 from rootstock.server.anthropic.errors import ThreadUnsupported
-from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
+from rootstock.server.fields import (
+    EFFORTS,
+    Count,
+    JsonObject,
+    Label,
+    ModelName,
+    ReasoningWish,
+    SamplingFields,
+    Wire,
+    is_empty,
+    null_if,
+    set_reasoning,
+)
 from rootstock.server.hints.fields import HintFields
 from rootstock.server.wire import Json
 
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS = ("summarized", "omitted", "updates")
 MAX_EDITS = 2  # of each kind one
 
@@ -64,31 +75,35 @@ class DiagnosticsFields(Wire):
 class PromptFields(Wire):
     """Fields from which a prompt is made."""
 
-    model: Label | None = None
+    model: ModelName = None
     messages: Messages
     system: Blocks = None
     tools: ToolList | None = None
-    tool_choice: JsonObject | None = None
-    thinking: JsonObject | None = None
+    tool_choice: Annotated[JsonObject | None, null_if({})] = None
+    thinking: Annotated[JsonObject | None, null_if({})] = None
     output_config: JsonObject | None = None
     output_format: Annotated[
-        JsonObject | None, Field(description="the older name of 'output_config.format'")
+        JsonObject | None, Field(description="the older name of 'output_config.format'"), null_if({})
     ] = None
     context_management: JsonObject | None = None
-    cache_control: Annotated[JsonObject | None, Field(description="marks the end of the last message")] = None
+    cache_control: Annotated[
+        JsonObject | None, Field(description="marks the end of the last message"), null_if({})
+    ] = None
     cache_salt: Annotated[str | None, Field(description="prefixes are shared only within one salt")] = None
-    thread: JsonObject | None = None
+    thread: Annotated[JsonObject | None, null_if({})] = None
 
     def conversation(self, names: TemplateNames) -> Conversation:
         """Checks and translates the conversation. Raises RequestError."""
-        return conversation_of(
+        options, ignored = self._options(names)
+        conversation = conversation_of(
             self.messages,
             self.system,
             self.tools,
             self.tool_choice,
-            self._options(names),
+            options,
             last_mark=cache_control_of({CACHE_CONTROL: self.cache_control}, ""),
         )
+        return replace(conversation, ignored=ignored)
 
     def edits(self) -> list[Edit]:
         return edits_of(self.context_management, "context_management", MAX_EDITS)
@@ -99,7 +114,7 @@ class PromptFields(Wire):
             raise ThreadUnsupported
         for name, value in (self.model_extra or {}).items():
             refused = REFUSED.get(name)
-            if refused is not None and value is not None and value not in refused.neutral:
+            if refused is not None and not is_empty(value) and value not in refused.neutral:
                 raise Unsupported(name, f"{refused.remedy} Leave it out.")
 
     def thought(self) -> Thinking:
@@ -147,22 +162,20 @@ class PromptFields(Wire):
         refuse_deep(schema, f"{path}.schema")
         return json.dumps(schema, ensure_ascii=False), f"{path}.schema"
 
-    def _options(self, names: TemplateNames) -> Json:
-        """Returns the template's variables. Raises InvalidParameter."""
-        options: Json = {}
+    def _options(self, names: TemplateNames) -> tuple[Json, tuple[IgnoredField, ...]]:
+        """Returns the template's variables, and the fields that it cannot follow. Raises InvalidParameter."""
+        wishes = []
         enabled = self.thought().enabled
-        switch = next((name for name in REASONING_SWITCHES if name in names.variables), None)
-        # A template without a switch decides alone: thinking is a permission, and clients send it to every model.
-        if enabled is not None and switch is not None:
-            options[switch] = enabled
+        if enabled is not None:
+            wishes.append(ReasoningWish("thinking", self.thinking, switch=enabled))
         effort = (self.output_config or {}).get("effort")
-        if effort is not None and effort not in EFFORTS:
-            raise InvalidParameter("output_config.effort", effort, f"one of {', '.join(EFFORTS)}")
-        if effort is not None and "reasoning_effort" in names.variables:
-            # Templates know the efforts of their model, of which "high" is usually the last one.
-            known = effort in names.literals or effort in ("low", "medium", "high")
-            options["reasoning_effort"] = effort if known else "high"
-        return options
+        if effort is not None:
+            if effort not in EFFORTS:
+                raise InvalidParameter("output_config.effort", effort, f"one of {', '.join(EFFORTS)}")
+            wishes.append(ReasoningWish("output_config.effort", effort, effort=effort))
+        options: Json = {}
+        ignored = set_reasoning(options, wishes, names)
+        return options, ignored
 
 
 class CountTokensRequest(PromptFields):
@@ -178,7 +191,7 @@ class MessagesRequest(PromptFields, SamplingFields, HintFields):
     ] = None
 
     def stopping(self, max_tokens: int | None, vocab_size: int) -> StopParams:
-        if self.stop is not None:
+        if self.stop:
             raise Unsupported("stop", "Send 'stop_sequences'.")
         for i, text in enumerate(self.stop_sequences or ()):
             path = f"stop_sequences[{i}]"
@@ -194,20 +207,18 @@ class Refused:
     """A field that is refused unless its value is neutral."""
 
     remedy: str
-    neutral: tuple[Any, ...] = ()  # values besides null that change nothing
+    neutral: tuple[Any, ...] = ()  # values besides null and empty ones that change nothing
 
-
-_NONE_OF: tuple[Any, ...] = ([], {}, "")
 
 REFUSED: Mapping[str, Refused] = {
-    "mcp_servers": Refused("The server calls no MCP servers: give their tools to the client.", _NONE_OF),
+    "mcp_servers": Refused("The server calls no MCP servers: give their tools to the client."),
     "container": Refused("Nothing is run on the server."),
     "compaction": Refused("The server summarizes nothing: the client does it."),
     "n": Refused("An answer of this API is one message.", (1,)),
     "best_of": Refused("An answer of this API is one message.", (1,)),
     "logprobs": Refused("Use /v1/chat/completions.", (False,)),
-    "top_logprobs": Refused("Use /v1/chat/completions."),
-    "response_format": Refused("Send 'output_config'."),
-    "max_completion_tokens": Refused("Send 'max_tokens'."),
+    "top_logprobs": Refused("Use /v1/chat/completions.", (0,)),
+    "response_format": Refused("Send 'output_config'.", ({"type": "text"},)),
+    "max_completion_tokens": Refused("Send 'max_tokens'.", (-1,)),
     "prompt": Refused("Send 'messages'."),
 }

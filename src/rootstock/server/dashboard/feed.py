@@ -38,6 +38,9 @@ from rootstock.server.wire import Json
 EVERY_S = 1.0
 MAX_VIEWERS = 32
 MAX_VIEWERS_OF_TENANT = 8  # the others stay for the operator and further tenants
+# Streams that the server's own page has not asked for. A page of another site can make a browser ask for some: it
+# must leave places to those who watch.
+MAX_STRANGERS = 4
 KEEP_ALIVE_S = 10.0
 LONGEST_S = 3600.0  # of one stream; the browser connects again
 _PATIENCE_S = 0.25  # for a figure of the engine's thread. A step may take longer: then the last one is shown.
@@ -71,14 +74,23 @@ class Feed:
     """The feed of one engine. Used on an event loop's thread."""
 
     def __init__(
-        self, engine: Engine, names: Names, texts: Texts, every_s: float = EVERY_S, most: int = MAX_VIEWERS
+        self,
+        engine: Engine,
+        names: Names,
+        texts: Texts,
+        every_s: float = EVERY_S,
+        most: int = MAX_VIEWERS,
+        server: Callable[[View], Json] = lambda view: {},
     ) -> None:
+        """`server` returns the section that is of the whole server, for a view."""
         self._engine = engine
+        self._server = server
         self._names = names
         self._texts = texts
         self._every_s = every_s
         self._most = most
         self._viewers: Counter[View] = Counter()
+        self._strangers = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._snapshot: Snapshot | None = None
@@ -90,17 +102,25 @@ class Feed:
     def viewers(self) -> int:
         return self._viewers.total()
 
-    def is_full_for(self, view: View) -> bool:
-        """Returns whether no further page with this view may watch."""
+    def is_full_for(self, view: View, *, is_page: bool = True) -> bool:
+        """Returns whether no further page with this view may watch, or no stranger."""
+        if not is_page and self._strangers >= MAX_STRANGERS:
+            return True
         own = self._most if view.is_all else MAX_VIEWERS_OF_TENANT
         return self.viewers >= self._most or self._viewers[view] >= own
 
-    async def events(self, view: View, may_go_on: Callable[[], bool]) -> AsyncGenerator[str, None]:
-        """Yields the text of server-sent events until the engine stops or `may_go_on` returns False."""
-        if self.is_full_for(view):
+    async def events(
+        self, view: View, may_go_on: Callable[[], bool], *, is_page: bool = True
+    ) -> AsyncGenerator[str, None]:
+        """Yields the text of server-sent events until the engine stops or `may_go_on` returns False.
+
+        `is_page`: the server's own page has asked for them.
+        """
+        if self.is_full_for(view, is_page=is_page):
             yield event_text({"full": True})
             return
         self._viewers[view] += 1
+        self._strangers += not is_page
         try:
             self._start()
             shown: Json = {}
@@ -120,6 +140,7 @@ class Feed:
                 await changed.wait()
         finally:
             self._viewers[view] -= 1
+            self._strangers -= not is_page
             self._viewers = +self._viewers
             if not self._viewers:
                 self._stop()
@@ -184,6 +205,8 @@ class Feed:
             "health": health_json(snapshot.health),
             "rates": rates_json(self._engine.activity, view),
             "requests": requests_json(snapshot.live, snapshot.ended, view, names),
+            "open": sum(view.shows(request.salt) for request in snapshot.live),
+            "server": self._server(view),
             "misses": misses_json(snapshot.misses, view, names, texts),
             "volatile": volatile_json(snapshot.volatile, view, names, texts),
         }

@@ -1,13 +1,16 @@
 """Routes of the dashboard: the page and its files, the session, the live feed, the tree, stopping and pinning.
 
 A thing that is gone meanwhile (an evicted node, a request that has ended, a released pin) has an ordinary answer with
-status 200, `{"gone": true, "message": …}`: a browser reports each other status as an error of the page.
+status 200, `{"gone": true, "message": …}`, and so has a change that is refused, `{"refused": true, "message": …}`: a
+browser reports each other status as an error of the page.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
+import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -21,22 +24,32 @@ from rootstock._version import __version__
 from rootstock.cache.keys import Namespace
 from rootstock.cache.pins import PinRefused
 from rootstock.config import ServerConfig
-from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import RequestId
-from rootstock.errors import InvalidParameter, ModelNotFound, RouteNotFound
+from rootstock.errors import (
+    EngineStopped,
+    InvalidParameter,
+    ModelBusy,
+    ModelNotFound,
+    ModelUnavailable,
+    QueueFull,
+    RouteNotFound,
+)
 from rootstock.server.access import (
     OPEN_FILES,
     Keys,
     Tenant,
     caller_of,
     is_identified,
+    is_operator,
     refuse_model_of_others,
+    refuse_unless,
     session_of,
 )
 from rootstock.server.dashboard.feed import Feed, event_text
 from rootstock.server.dashboard.trees import Trees
-from rootstock.server.dashboard.views import Names, Texts, View, node_json
+from rootstock.server.dashboard.views import Names, Texts, View, models_json, node_json
+from rootstock.server.drain import Drain
 from rootstock.server.models import ModelRegistry
 from rootstock.server.pin_routes import owner_of_pins, pin_body, release_pin
 from rootstock.server.sessions import SESSION_S, Sessions, cookie_name
@@ -52,16 +65,13 @@ _PAGE_HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
     "Vary": "Accept",
 }
 _DATA_HEADERS = {
     "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 }
 
@@ -112,34 +122,42 @@ class _Watched:
 class Dashboard:
     """The watched models of a server. A model is watched from the first page that asks for it."""
 
-    def __init__(self, models: ModelRegistry, config: ServerConfig) -> None:
+    def __init__(self, models: ModelRegistry, config: ServerConfig, drain: Drain) -> None:
         self.models = models
         self.config = config
+        self.drain = drain
+        # A stream that names it comes from the server's own page: pages of other sites cannot read it. It gives no
+        # rights.
+        self.page_token = secrets.token_urlsafe(16)
         self.names = Names(config)
         self._watched: dict[Engine, _Watched] = {}
         self._lock = threading.Lock()  # of the watched models
         models.slots.follow_unloads(self._drop_unloaded)
-        for model in models.loaded:
-            _explain_misses(model.engine)
 
-    @property
-    def model_names(self) -> list[str]:
-        return [model.name for model in self.models.loaded]
+    def server_json(self, view: View) -> Json:
+        """Returns the section of the feed that is of the whole server."""
+        return {"draining": self.drain.is_draining, "models": models_json(self.models, view)}
 
-    def watched(self, name: str | None) -> _Watched | None:
-        """Returns a model, the first one without a name; None: it is not loaded now. Raises ModelNotFound."""
+    def watched(self, name: str | None, view: View) -> _Watched | None:
+        """Returns a model that a view may have, the first loaded one without a name; None: it is not loaded now.
+
+        Raises ModelNotFound.
+        """
+        slots = view.slots(self.models)
+        if name is not None:
+            slots = [slot for slot in slots if slot.name == name]
+            if not slots and name not in filter(view.may_use, self.models.names):
+                raise ModelNotFound(name, [slot.name for slot in view.slots(self.models)])
         with self._lock:
-            model = next((each for each in self.models.loaded if name in (None, each.name)), None)
+            model = next((one for slot in slots if (one := slot.loaded) is not None), None)
             if model is None:
-                if name is not None and name not in self.models.names:
-                    raise ModelNotFound(name, self.model_names)
                 return None
             found = self._watched.get(model.engine)
             if found is None:
                 texts = Texts(model.model_tokenizer, self.config.show_prompts)
-                feed, trees = Feed(model.engine, self.names, texts), Trees(model.engine, self.names)
+                feed = Feed(model.engine, self.names, texts, server=self.server_json)
+                trees = Trees(model.engine, self.names)
                 found = self._watched[model.engine] = _Watched(model, feed, trees, texts)
-                _explain_misses(model.engine)
             return found
 
     def _drop_unloaded(self) -> None:
@@ -147,10 +165,6 @@ class Dashboard:
         with self._lock:
             engines = {each.engine for each in self.models.loaded}
             self._watched = {engine: each for engine, each in self._watched.items() if engine in engines}
-
-
-def _explain_misses(engine: Engine) -> None:
-    engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
 
 
 class FeedResponse(StreamingResponse):
@@ -175,15 +189,21 @@ def wants_html(request: Request) -> bool:
 
 
 def install_dashboard(
-    app: FastAPI, models: ModelRegistry, config: ServerConfig, sessions: Sessions, keys: Keys
+    app: FastAPI,
+    models: ModelRegistry,
+    config: ServerConfig,
+    sessions: Sessions,
+    keys: Keys,
+    drain: Drain,
 ) -> Callable[[Request], Response]:
     """Adds the routes below /dashboard. Returns the answer to a browser that asks for /."""
-    dashboard, pages = Dashboard(models, config), page_files()
+    dashboard, pages = Dashboard(models, config, drain), page_files()
     keys.follow(dashboard.names.use)
     app.include_router(_page_routes(pages))
     app.include_router(_session_routes(dashboard, sessions))
     app.include_router(_data_routes(dashboard, sessions, keys))
     app.include_router(_change_routes(dashboard))
+    app.include_router(_model_routes(dashboard))
     return pages["index.html"].response
 
 
@@ -193,7 +213,7 @@ def _page_routes(pages: dict[str, PageFile]) -> APIRouter:
     @router.get(OPEN_FILES + "{name}")
     async def page_file(name: str, request: Request) -> Response:
         if name not in pages:
-            raise RouteNotFound(f"GET {request.url.path}")
+            raise RouteNotFound("GET", request.url.path)
         return pages[name].response(request)
 
     return router
@@ -210,7 +230,8 @@ def _session_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
             "version": __version__,
             "login": False,
             "csrf": csrf,
-            "models": dashboard.model_names,
+            "server": dashboard.server_json(view),
+            "page": dashboard.page_token,
             "sees": "all" if view.is_all else "tenant" if view.salts else "nothing",
             "tenant": tenant,
             "show_prompts": dashboard.config.show_prompts,
@@ -260,11 +281,13 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRou
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.get("/events")
-    async def events(request: Request, tenant: Tenant, model: str | None = None) -> Response:
+    async def events(request: Request, tenant: Tenant, model: str | None = None, page: str = "") -> Response:
         """Sends the live feed of a model as server-sent events."""
-        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        view = View.of(request, tenant, dashboard.config)
+        watched = dashboard.watched(model, view)
         if watched is None:
-            return FeedResponse(_not_loaded())
+            return FeedResponse(_not_loaded(dashboard.server_json(view)))
+        is_page = hmac.compare_digest(page.encode(), dashboard.page_token.encode())
         session, caller = session_of(request), caller_of(request)
         headers = dict(reversed(request.scope["headers"])) if session is None else session.headers
 
@@ -272,14 +295,15 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRou
             # The file of keys may have taken the key away meanwhile, or given it to another tenant.
             return (session is None or sessions.is_open(session)) and keys.caller(headers) == caller
 
-        return FeedResponse(watched.feed.events(view, may_go_on))
+        return FeedResponse(watched.feed.events(view, may_go_on, is_page=is_page))
 
     @router.get("/tree")
     async def tree(
         request: Request, tenant: Tenant, model: str | None = None, seen: int | None = None
     ) -> Response:
         """Sends the latest picture of the prefix tree. No content: it is the one that was seen, or there is none."""
-        watched = dashboard.watched(model)
+        view = View.of(request, tenant, dashboard.config)
+        watched = dashboard.watched(model, view)
         if watched is None:
             return Response(status_code=204, headers=_DATA_HEADERS)
         picture = await watched.trees.latest()
@@ -290,13 +314,14 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRou
         }
         if picture.serial == seen:
             return Response(status_code=204, headers=headers)
-        body = await watched.trees.encoded(picture, View.of(request, tenant, dashboard.config))
+        body = await watched.trees.encoded(picture, view)
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     @router.get("/tree/{number}")
     async def node(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Describes a node of the tree, with its tokens."""
-        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        view = View.of(request, tenant, dashboard.config)
+        watched = dashboard.watched(model, view)
         found = None if watched is None else await watched.trees.detail(number)
         if watched is None or found is None or not view.shows(found.namespace.salt):
             return _gone(_NODE_GONE)
@@ -312,7 +337,8 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
     @router.post("/requests/{id}/stop")
     async def stop(id: str, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Aborts a request that the sender sees."""
-        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        view = View.of(request, tenant, dashboard.config)
+        watched = dashboard.watched(model, view)
         if watched is None:
             return _gone(_REQUEST_GONE)
         engine = watched.model.engine
@@ -325,7 +351,8 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
     async def pin(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Pins all tokens up to the end of a node, for the tenant of its prefix, or tells why not."""
         owner_of_pins(request, tenant, dashboard.config)
-        watched, view = dashboard.watched(model), View.of(request, tenant, dashboard.config)
+        view = View.of(request, tenant, dashboard.config)
+        watched = dashboard.watched(model, view)
         found = None if watched is None else await watched.trees.prefix(number)
         if watched is None or found is None or not view.shows(found[0].salt):
             return _gone(_NODE_GONE)
@@ -333,15 +360,17 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
         owner = dashboard.names.tenant(namespace.salt) if view.is_all else tenant
         name = watched.name_of(namespace)
         if owner is None:
-            return _refused("the tenant of this prefix is not known here: a client chose its salt")
+            return _refused(
+                "Not pinned: the tenant of this prefix is not known here: a client chose its salt."
+            )
         if name is None:
-            return _refused("the LoRA adapter of this prefix is not loaded")
+            return _refused("Not pinned: the LoRA adapter of this prefix is not loaded.")
         refuse_model_of_others(request, name)
         pinned = await asyncio.to_thread(
             watched.model.engine.pin, tokens, namespace.salt, owner, namespace.adapter
         )
         if isinstance(pinned, PinRefused):
-            return _refused(pinned.reason)
+            return _refused(f"Not pinned: {pinned.reason}.")
         return JSONResponse({"pinned": pin_body(pinned)}, headers=_DATA_HEADERS)
 
     @router.post("/pins/{id}/release")
@@ -355,13 +384,43 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
     return router
 
 
-async def _not_loaded() -> AsyncGenerator[str, None]:
-    yield event_text({"gone": True})
+def _model_routes(dashboard: Dashboard) -> APIRouter:
+    """Routes of the operator that load and unload models, as /v1/models/load and /v1/models/unload do."""
+    router = APIRouter(prefix="/dashboard/models", include_in_schema=False)
+    refusals = (EngineStopped, ModelBusy, ModelUnavailable, QueueFull)
+
+    @router.post("/load")
+    async def load(request: Request, model: str) -> Response:
+        """Loads a model, and waits until requests can use it."""
+        refuse_unless(is_operator(request), dashboard.config)
+        if dashboard.drain.is_draining:  # the guard lets changes of the dashboard pass, which help a drain
+            return _refused("Not loaded: the server is draining.")
+        try:
+            (await dashboard.models.use_any(model, request)).end()
+        except refusals as refusal:
+            return _refused(refusal.message)
+        return JSONResponse({"loaded": model}, headers=_DATA_HEADERS)
+
+    @router.post("/unload")
+    async def unload(request: Request, model: str) -> Response:
+        """Unloads a model that no request uses."""
+        refuse_unless(is_operator(request), dashboard.config)
+        try:
+            await dashboard.models.unload(model, request)
+        except refusals as refusal:
+            return _refused(refusal.message)
+        return JSONResponse({"unloaded": model}, headers=_DATA_HEADERS)
+
+    return router
+
+
+async def _not_loaded(server: Json) -> AsyncGenerator[str, None]:
+    yield event_text({"gone": True, "server": server})
 
 
 def _gone(message: str) -> Response:
     return JSONResponse({"gone": True, "message": message}, headers=_DATA_HEADERS)
 
 
-def _refused(reason: str) -> Response:
-    return JSONResponse({"refused": True, "message": f"Not pinned: {reason}."}, headers=_DATA_HEADERS)
+def _refused(message: str) -> Response:
+    return JSONResponse({"refused": True, "message": message}, headers=_DATA_HEADERS)

@@ -19,8 +19,10 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
-from rootstock.server.access import is_operator, may_read_prompts
+from rootstock.server.access import allowed_models, is_operator, may_read_prompts
 from rootstock.server.access_rules import AccessRules
+from rootstock.server.model_slots import ModelSlot, Unloaded
+from rootstock.server.models import ModelRegistry, adapters_of
 from rootstock.server.wire import Json
 
 WINDOWS_S = (60, 300, 900)
@@ -36,6 +38,7 @@ class View:
 
     salts: frozenset[str] | None  # None: of all
     reads_prompts: bool  # may see token ids, and texts where the option shows them
+    models: frozenset[str] | None = None  # names that requests may ask for; None: all
 
     def shows(self, salt: str) -> bool:
         return self.salts is None or salt in self.salts
@@ -43,6 +46,16 @@ class View:
     @property
     def is_all(self) -> bool:
         return self.salts is None
+
+    def may_use(self, name: str) -> bool:
+        return self.models is None or name in self.models
+
+    def slots(self, models: ModelRegistry) -> list[ModelSlot]:
+        """Returns the models that requests of the sender can have, by their own name, an alias or an adapter."""
+        if self.models is None:
+            return list(models.slots.all)
+        usable = {models.slot(name).name for name in models.names if name in self.models}
+        return [slot for slot in models.slots.all if slot.name in usable]
 
     @staticmethod
     def of(request: Request, tenant: str, config: ServerConfig) -> View:
@@ -52,9 +65,9 @@ class View:
         none. If it names a tenant by the header, it sees sizes and times.
         """
         if is_operator(request):
-            return View(None, reads_prompts=True)
+            return View(None, reads_prompts=True, models=allowed_models(request))
         salts = frozenset({salt_of(tenant, None)} if tenant else ())
-        return View(salts, may_read_prompts(request, config))
+        return View(salts, may_read_prompts(request, config), allowed_models(request))
 
 
 class Names:
@@ -104,6 +117,21 @@ def namespace_json(namespace: Namespace, names: Names) -> Json:
     return {"tenant": tenant, "adapter": namespace.adapter}
 
 
+def models_json(models: ModelRegistry, view: View) -> list[Json]:
+    """Returns the models of a server with their states and adapters, also those that are not loaded."""
+    return [
+        {
+            "name": slot.name,
+            "status": slot.status,
+            "task": slot.task,  # None: not known before its first load
+            "adapters": [name for name in adapters_of(slot) if view.may_use(name)],
+            "error": state.error.code if isinstance(state := slot.state, Unloaded) and state.error else None,
+            "may_unload": slot.config is not None,
+        }
+        for slot in view.slots(models)
+    ]
+
+
 def health_json(health: Health) -> Json:
     return {"alive": health.alive, "detail": health.detail}
 
@@ -118,13 +146,24 @@ def pool_json(usage: PoolUsage, tier: TierStats | None) -> Json:
         }
         for family in usage.families
     ]
-    told: Json = {"budget": usage.budget_bytes, "used": usage.used_bytes, "families": families}
+    told: Json = {
+        "budget": usage.budget_bytes,
+        "used": usage.used_bytes,
+        "families": families,
+        "hit_tokens": usage.hit_tokens,
+        "inside_block_tokens": usage.inside_block_tokens,
+    }
     if tier is not None:
+        told["tiers"] = [
+            {"name": name, "used": used, "foreign": foreign, "cap": cap}
+            for name, used, foreign, cap in (
+                ("host memory", tier.host_used_bytes, 0, tier.host_cap_bytes),
+                ("disk", tier.used_bytes, tier.foreign_bytes, tier.cap_bytes),
+            )
+            if cap
+        ]
         told["tier"] = {
             "state": tier.state,
-            "used": tier.used_bytes,
-            "foreign": tier.foreign_bytes,
-            "cap": tier.cap_bytes,
             "storing": tier.waiting_store_bytes,
             "loading": tier.loading,
         }
@@ -135,9 +174,9 @@ def rates_json(activity: Activity, view: View) -> Json:
     """Returns tokens of prompts by source: for each window, and for each span of the history."""
     windows = {str(s): activity.hits(s, view.salts) for s in WINDOWS_S}
     return {
-        "windows": {name: {**asdict(hits), "loaded": hits.loaded} for name, hits in windows.items()},
+        "windows": {name: asdict(hits) for name, hits in windows.items()},
         "history": [
-            [hits.memory, hits.loaded, hits.computed] if hits.requests else []
+            [hits.memory, hits.host, hits.disk, hits.computed] if hits.requests else []
             for hits in activity.history(view.salts)
         ],
     }

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rootstock.server.fields import Count, JsonObject, Label, Wire
+from rootstock.server.fields import Count, JsonObject, Label, Wire, default_if_null
 from rootstock.server.hints.headers import MAX_SESSION_CHARS
 
 MAX_ACTIONS = 16  # of `kv_hints`, as in vLLM
@@ -31,7 +31,7 @@ class PromptCacheOptions(Wire):
 class EphemeralControl(Wire):
     """Dynamo's and vLLM's `cache_control`: of a whole request."""
 
-    type: Literal["ephemeral"] = "ephemeral"
+    type: Annotated[Literal["ephemeral"], default_if_null("ephemeral")] = "ephemeral"
     ttl: str | Annotated[float, Field(ge=0)] | None = None
     block_offset: Count | None = None
 

@@ -28,6 +28,7 @@ from rootstock.cache.hints import (
     Verdict,
 )
 from rootstock.engine.conversation.marks import duration_s
+from rootstock.engine.conversation.types import IgnoredField
 from rootstock.engine.limits import MAX_MARKS, MAX_NAME_CHARS
 from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
 from rootstock.engine.prompts.salt import salt_of
@@ -47,14 +48,15 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class SentHints:
-    """The hints of one HTTP request: those for the cache, and decisions that need no cache."""
+    """The hints of one HTTP request, for the cache or decided without it, and warnings about its other fields."""
 
     cache: CacheHints | None = None
     decided: tuple[HintOutcome, ...] = ()
     hour_marks: tuple[Retention, ...] = ()  # marks with a time of an hour or more
+    warnings: tuple[IgnoredField, ...] = ()
 
     def told(self, events: Iterable[TokenEvent | Finished]) -> Json:
-        """Returns the field of an answer that tells the decisions, or nothing where no hint was sent.
+        """Returns the field of an answer with the decisions and the warnings, or nothing where there are none.
 
         Of several choices it tells the most severe decision about each hint.
         """
@@ -64,7 +66,12 @@ class SentHints:
         for event in events:
             for outcome in event.hints:
                 _note(found, outcome)
-        return {"rootstock": {"hints": list(map(_outcome_body, found.values()))}} if found else {}
+        told: Json = {}
+        if found:
+            told["hints"] = list(map(_outcome_body, found.values()))
+        if self.warnings:
+            told["warnings"] = [{"field": one.field, "reason": one.reason} for one in self.warnings]
+        return {"rootstock": told} if told else {}
 
     def kept_an_hour(self, outcomes: Iterable[HintOutcome]) -> int:
         """Returns the length of the longest marked prefix that the cache keeps for an hour or more, in tokens."""
@@ -93,6 +100,7 @@ def sent_hints(
     tenant: str,
     cache_salt: str | None,
     marks: Sequence[PlacedMark] = (),
+    warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
     """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported."""
     if body.nvext is not None:
@@ -102,7 +110,7 @@ def sent_hints(
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
         session = f"{salt_of('', cache_salt)} {found.cache.session}"
         found = replace(found, cache=replace(found.cache, session=session))
-    return found
+    return replace(found, warnings=warnings) if warnings else found
 
 
 # Fields of `nvext` that would change the answer, with their neutral value.

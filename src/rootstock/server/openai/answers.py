@@ -71,13 +71,18 @@ class OpenAIFormat:
         include_usage: bool,
         diagnose: Diagnose | None = None,
         hints: SentHints = NO_HINTS,
+        continuous_prompt_tokens: int | None = None,
     ) -> None:
         self._choices = choices
         self._include_usage = include_usage
         self._diagnose = diagnose
         self._hints = hints
+        self._continuous_prompt_tokens = continuous_prompt_tokens  # None: no usage in each chunk
 
     def stream(self) -> ChunkWriter:
+        prompt_tokens = self._continuous_prompt_tokens
+        if self._include_usage and prompt_tokens is not None:
+            return UsageChunkWriter(self._choices, prompt_tokens, self._diagnose, self._hints)
         return ChunkWriter(self._choices, self._include_usage, self._diagnose, self._hints)
 
     def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
@@ -159,6 +164,38 @@ class ChunkWriter:
 
     def error(self, error: RootstockError) -> str:
         return error_event(error_body(error))  # the stream ends without [DONE]
+
+
+class UsageChunkWriter(ChunkWriter):
+    """Writer of server-sent events whose chunks tell the usage up to them."""
+
+    def __init__(
+        self, format: ChoiceFormat, prompt_tokens: int, diagnose: Diagnose | None, hints: SentHints
+    ) -> None:
+        super().__init__(format, True, diagnose, hints)
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._tokens_of_event = 0
+        self._after = self._end_of_chunk(0)
+
+    def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
+        self._tokens_of_event = int(isinstance(event, TokenEvent))
+        yield from super().events(index, event)
+        self._completion_tokens += self._tokens_of_event
+
+    def _chunk(self, choice: Json) -> str:
+        # The role alone comes before the text of the token.
+        is_role = "role" in choice.get("delta", ())
+        tokens = self._completion_tokens + (0 if is_role else self._tokens_of_event)
+        self._after = self._end_of_chunk(tokens)
+        return super()._chunk(choice)
+
+    def _end_of_chunk(self, tokens: int) -> str:
+        usage = f'"prompt_tokens":{self._prompt_tokens},"completion_tokens":{tokens}'
+        return f'],"usage":{{{usage},"total_tokens":{self._prompt_tokens + tokens}}}}}\n\n'
+
+    def _is_plain(self, index: int, event: Event) -> bool:
+        return False  # the end of each chunk is another one
 
 
 def error_event(body: Json) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.engine.prompts.salt import salt_of
@@ -26,8 +26,9 @@ from rootstock.server.openai.schema import (
     CompletionRequest,
     ExplainRequest,
     GenerationFields,
+    StreamOptions,
 )
-from rootstock.server.wire import Call, Diagnose, Json, ServedModel
+from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -45,7 +46,7 @@ def chat_call(
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
     diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
@@ -60,7 +61,7 @@ def chat_call(
         format,
         chat.requests(id, n, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
         hints,
-        chat.dropped,
+        chat,
         diagnose,
     )
 
@@ -74,12 +75,13 @@ def completion_call(
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
     stop = body.stopping(max_tokens, model.vocab_size)
     salt = salt_of(tenant, body.cache_salt)
-    prompts = prompts_of(body.prompt, model.tokenizer)
     id, n = f"cmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    asked = len(prompts) * n
+    sent = _listed(body.prompt)
+    asked = len(sent) * n
     if asked > model.most_requests:
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
+    prompts = prompts_of(sent, model.tokenizer)
     hints = sent_hints(body, head, tenant, body.cache_salt)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
@@ -94,7 +96,7 @@ def completion_call(
             stop,
             salt=salt,
             prompt_logprobs=body.logprobs if body.echo else None,
-            constraint=model.compiled(body.constraint(), salt),
+            constraint=model.compiled(body.constraint(), salt, tenant),
             hints=hints.cache,
             adapter=model.adapter,
         ),
@@ -110,12 +112,13 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
     if body.messages is not None:
         chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
         return ExplainedPrompt.of_chat(chat)
-    prompts = prompts_of(body.prompt, model.tokenizer)
-    if len(prompts) != 1:
+    sent = _listed(body.prompt)
+    if len(sent) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
-    if len(prompts[0].tokens) == 0:
+    [prompt] = prompts_of(sent, model.tokenizer)
+    if len(prompt.tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompts[0].tokens, salt, adapter=model.adapter)
+    return ExplainedPrompt(prompt.tokens, salt, adapter=model.adapter)
 
 
 def _call(
@@ -124,17 +127,21 @@ def _call(
     format: ChoiceFormat,
     requests: tuple[Request, ...],
     hints: SentHints,
-    dropped: tuple[DroppedHead, ...] = (),
+    chat: PreparedChat | None = None,
     diagnose: Diagnose | None = None,
 ) -> Call:
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    options = body.stream_options or StreamOptions()
+    continuous_prompt_tokens = None
+    if options.continuous_usage_stats:
+        continuous_prompt_tokens = sum(len(one.tokens) for one in requests[:: body.choices_per_prompt])
     return model.call(
-        OpenAIFormat(format, include_usage, diagnose, hints),
+        OpenAIFormat(format, options.include_usage, diagnose, hints, continuous_prompt_tokens),
         requests,
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
         strict_max_tokens=bool(body.strict_max_tokens),
-        dropped=dropped,
+        dropped=() if chat is None else chat.dropped,
+        media=() if chat is None else chat.template.media,
     )
 
 
@@ -142,10 +149,10 @@ def _head(model: ServedModel, id: str, object: str, asked: str | None) -> Json:
     return {"id": id, "object": object, "created": int(time.time()), "model": asked or model.name}
 
 
-def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
-    """Returns the prompts of text, token ids, or a list of either. Tokenizes: not for an event loop."""
+def _listed(prompt: Any) -> list[str | list[int]]:
+    """Returns the prompts of text, token ids, or a list of either. Raises InvalidParameter and EmptyPrompt."""
     if isinstance(prompt, str) or _are_ids(prompt):
-        return [_prompt_of(prompt, tokenizer)]
+        return [prompt]
     if not isinstance(prompt, list):
         raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
     if not prompt:
@@ -157,7 +164,15 @@ def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
         if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
             allowed = "a token id" if ids else "a string or a list of token ids"
             raise InvalidParameter(f"prompt[{i}]", each, allowed)
-    return [_prompt_of(each, tokenizer) for each in prompt]
+    return prompt
+
+
+def prompts_of(prompts: Sequence[str | list[int]], tokenizer: PromptTokenizer) -> list[Prompt]:
+    """Tokenizes prompts: not for an event loop. Refuses one that cannot fit before the others are tokenized."""
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokenizer.refuse_more_chars(len(prompt))
+    return [_prompt_of(prompt, tokenizer) for prompt in prompts]
 
 
 def _are_ids(value: Any) -> bool:

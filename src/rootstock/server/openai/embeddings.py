@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ from rootstock.server.access import Tenant, meter_of
 from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.errors import MODEL_ROUTE, ClientGone, documented_errors
 from rootstock.server.event_stream import Answerer
-from rootstock.server.fields import Count, Label, Wire
+from rootstock.server.fields import Count, Label, ModelName, Wire, default_if_null, is_empty
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry, unless_gone
 from rootstock.server.request_bodies import BoundedJsonRoute
@@ -35,19 +35,26 @@ from rootstock.server.wire import Json
 MAX_INPUT_TOKENS = 300_000  # of one request, as OpenAI's
 _LONG_ANSWER_NUMBERS = 2_048  # an answer with more of them is not encoded on the event loop
 
+# Values of other servers' fields that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "priority": (0,),
+    "truncate": (False, "NONE"),
+}
+
 
 class EmbeddingRequest(Wire):
     input: Annotated[
         Any, Field(description="a string, a list of token ids, or a list of strings or of such lists")
     ]
-    model: Label | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    model: ModelName = None
+    encoding_format: Annotated[Literal["float", "base64"], default_if_null("float")] = "float"
     dimensions: Annotated[Count | None, Field(description="for models trained for shorter embeddings")] = None
     user: Label | None = None
 
     def refuse_unsupported(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            if value is not None:
+            if not is_empty(value) and value not in _NEUTRAL.get(name, ()):
                 raise Unsupported(name, "Leave it out.")
 
 

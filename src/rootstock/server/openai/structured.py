@@ -157,5 +157,6 @@ _FIELDS: Mapping[str, _Translate] = {
     "grammar": _grammar,  # llama.cpp
     "structural_tag": _structural_tag,
 }
+CONSTRAINT_FIELDS = frozenset(_FIELDS)
 # Their empty value is a schema, which any JSON value follows, or is wrong.
 _EMPTY_COUNTS = frozenset({"guided_json", "json_schema", "response_format"})

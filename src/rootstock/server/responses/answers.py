@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,11 +20,16 @@ from rootstock.server.cache_diagnostics import openai_fields
 from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import dumps
 from rootstock.server.logprobs import logprob_body
+from rootstock.server.responses.compaction import CompactedOutput
+from rootstock.server.responses.items import kept_output
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
 # OpenAI's codes of failed responses. Agents repeat a request after the first two.
 _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
+
+# The specification of Open Responses demands it. OpenAI's API does not send it, and its clients accept it.
+DONE = "data: [DONE]\n\n"
 
 Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
 
@@ -51,6 +57,7 @@ class ResponseBody(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     model: str
     status: Literal["completed", "incomplete"]
     incomplete_details: Json | None
@@ -67,6 +74,16 @@ class ResponseBody(BaseModel):
     tools: list[Json]
     usage: ResponseUsage
     prompt_cache_diagnostics: Json | None = None
+
+
+class CompactionBody(BaseModel):
+    """A compacted conversation, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Json]
+    usage: ResponseUsage
 
 
 class CountedInput(BaseModel):
@@ -107,6 +124,10 @@ class Answering:
     keep: Keep | None = None  # stores the response; None: not asked for
     diagnose: Diagnose | None = None
     hints: SentHints = NO_HINTS
+    compacts: bool = False  # the answer is the summary of a conversation
+
+    def new_output(self, parser: DeltaParser) -> Output | CompactedOutput:
+        return CompactedOutput(self.settings, parser) if self.compacts else Output(self.settings, parser)
 
     def text(self, changing: Json) -> str:
         """Returns the response's object without its output, as JSON."""
@@ -114,9 +135,10 @@ class Answering:
 
     def ended(self, end: Finished, usage: Usage, parser: DeltaParser) -> Json:
         """Returns the changing fields of a response that has ended."""
-        cut = end.reason == "length"
+        cut = end.reason == "length" and not self.compacts  # a summary is used as far as it was written
         return _changing(
             "incomplete" if cut else "completed",
+            completed_at=None if cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=usage_body(usage, self.stored_tokens, reasoning_tokens(parser)),
             **openai_fields(self.diagnose, [end]),
@@ -125,6 +147,19 @@ class Answering:
 
     def logprob(self, one: TokenLogprob) -> Json:
         return logprob_body(one, self.tokenizer)
+
+    def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> tuple[list[Json], Json]:
+        """Returns the items of a whole answer, and the changing fields of its response."""
+        [history] = histories
+        assert history.end is not None
+        parser = self.new_parser()
+        output = self.new_output(WholeCalls(parser))
+        *texts, held_back = history.texts()
+        scored = map(self.logprob, history.logprobs or ())
+        for text, logprob in itertools.zip_longest(texts, scored):
+            output.push(text, logprob)
+        output.finish(held_back, complete=history.end.reason == "stop")
+        return output.items, self.ended(history.end, usage, parser)
 
 
 class ResponseFormat:
@@ -138,19 +173,32 @@ class ResponseFormat:
 
     def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
         answering = self._answering
-        [history] = histories
-        assert history.end is not None
-        parser = answering.new_parser()
-        output = Output(answering.settings, WholeCalls(parser))
-        *texts, held_back = history.texts()
-        scored = map(answering.logprob, history.logprobs or ())
-        for text, logprob in itertools.zip_longest(texts, scored):
-            output.push(text, logprob)
-        output.finish(held_back, complete=history.end.reason == "stop")
-        changing = answering.ended(history.end, usage, parser)
+        items, changing = answering.whole(histories, usage)
         if answering.keep is not None:
-            answering.keep(answering.text(changing), dumps(output.items))
-        return answering.fields | changing | {"output": output.items}
+            answering.keep(answering.text(changing), dumps(kept_output(items)))
+        return answering.fields | changing | {"output": items}
+
+
+class CompactionFormat:
+    """The wire format of a compacted conversation, which is always whole."""
+
+    def __init__(self, answering: Answering, kept: Sequence[Json]) -> None:
+        self._answering = answering
+        self._kept = kept  # items of the conversation that stay
+
+    def stream(self) -> EventWriter:
+        return EventWriter(self._answering)
+
+    def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
+        items, changing = self._answering.whole(histories, usage)
+        fields = self._answering.fields
+        return {
+            "id": fields["id"],
+            "object": "response.compaction",
+            "created_at": fields["created_at"],
+            "output": [*self._kept, *items],
+            "usage": changing["usage"],
+        }
 
 
 class EventWriter:
@@ -159,7 +207,7 @@ class EventWriter:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._parser = answering.new_parser()
-        self._output = Output(answering.settings, self._parser)
+        self._output = answering.new_output(self._parser)
         self._number = 0
 
     def begin(self) -> str:
@@ -196,8 +244,9 @@ class EventWriter:
         changing = self._answering.ended(end, usage, self._parser)
         head, output = self._answering.text(changing), dumps(self._output.items)
         if self._answering.keep is not None:
-            self._answering.keep(head, output)
-        return self._framed_response(f"response.{changing['status']}", head, output)
+            kept = kept_output(self._output.items)
+            self._answering.keep(head, output if kept is self._output.items else dumps(kept))
+        return self._framed_response(f"response.{changing['status']}", head, output) + DONE
 
     def error(self, error: RootstockError) -> str:
         """Returns the last event of a stream that fails. The output so far is part of it."""
@@ -206,7 +255,7 @@ class EventWriter:
             code = _LIMITED
         told = {"code": code, "message": error.message, "param": error.param, "type": error.code}
         head = self._answering.text(_changing("failed", error=told))
-        return self._framed_response("response.failed", head, dumps(self._output.so_far()))
+        return self._framed_response("response.failed", head, dumps(self._output.so_far())) + DONE
 
     def _texts(self, events: Sequence[Event]) -> Iterator[str]:
         return (self._event(kind, fields) for kind, fields in events)
@@ -225,7 +274,8 @@ class EventWriter:
 
 def _changing(status: str, **changes: object) -> Json:
     """Returns the fields of a response's object that change until its end."""
-    return {"status": status, "error": None, "incomplete_details": None, "usage": None, **changes}
+    fields = ("completed_at", "error", "incomplete_details", "usage")
+    return {"status": status, **dict.fromkeys(fields), **changes}
 
 
 def usage_body(usage: Usage, stored_tokens: int, reasoning_tokens: int) -> Json:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,17 +16,30 @@ from typing import Any
 from rootstock.engine.conversation.types import Conversation, Message, Text
 from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
+from rootstock.engine.request import ResolvedSampling
+from rootstock.errors import (
+    HistoryTooLong,
+    InvalidParameter,
+    JsonTooComplex,
+    MissingParameter,
+    ResponseNotFound,
+    TooManyLogprobs,
+    Unsupported,
+)
 from rootstock.server.cache_diagnostics import openai_diagnose
+from rootstock.server.fields import USUAL_VERBOSITY
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
 from rootstock.server.hints.sent import sent_hints
-from rootstock.server.responses.answers import Answering, ResponseFormat
-from rootstock.server.responses.items import Unseal, kind_of, messages_of
+from rootstock.server.request_bodies import check_shape, count_more_bytes
+from rootstock.server.responses.answers import Answering, CompactionFormat, ResponseFormat
+from rootstock.server.responses.compaction import MAX_SUMMARY_TOKENS, TRIGGER, stays
+from rootstock.server.responses.compaction import REQUEST as SUMMARY_REQUEST
+from rootstock.server.responses.items import Unseal, kept_items, kind_of, messages_of
 from rootstock.server.responses.output import OutputSettings
 from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
-from rootstock.server.responses.tools import Toolbox, tool_choice_of
+from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
@@ -39,35 +54,61 @@ class Responses:
 
     store: ResponseStore
     sealer: Sealer
+    most_bytes: int  # of a history, and of the items that references stand for: as much as a body may have
 
     def call(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
     ) -> Call:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        hex = uuid.uuid4().hex
         prepared = self._prepared(model, body, tenant)
-        top_logprobs = body.wanted_logprobs
+        call = self._call(model, body, tenant, head, prepared)
+        _refuse_many_logprobs(call, model.context_limit)
+        return call
+
+    def compaction(
+        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
+    ) -> Call:
+        """Makes the call of a summary, whose answer is a compacted conversation, and which is not stored.
+
+        Reads the store, renders and tokenizes: not for an event loop. Raises RequestError.
+        """
+        if body.stream:
+            raise Unsupported("stream", "A compacted conversation has no events. Leave it out.")
+        prepared = self._prepared(model, body, tenant, compacts=True)
+        return self._call(model, body.model_copy(update={"store": False}), tenant, head, prepared)
+
+    def _call(
+        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints, prepared: _Prepared
+    ) -> Call:
+        hex = uuid.uuid4().hex
+        top_logprobs = None if prepared.compacts else body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
-        stop = body.stopping(body.max_output_tokens, model.vocab_size)
+        most_tokens = body.max_output_tokens
+        if most_tokens is None and prepared.compacts:
+            most_tokens = MAX_SUMMARY_TOKENS
+        elif most_tokens is None and top_logprobs is not None:
+            most_tokens = MAX_RESPONSE_LOGPROBS // (1 + top_logprobs)
+        stop = body.stopping(most_tokens, model.vocab_size)
+        seals = prepared.compacts or body.wants_sealed_reasoning
         settings = OutputSettings(
             f"resp_{hex}",
             prepared.tools,
             body.parallel_tool_calls is not False,
-            partial(self.sealer.seal, tenant=tenant) if body.wants_sealed_reasoning else None,
+            partial(self.sealer.seal, tenant=tenant) if seals else None,
         )
         keep = None
         if body.store is not False:
-            own = json_text(prepared.own, "input")
+            own = json_text(kept_items(prepared.own), "input")
 
             def keep(head: str, output: str) -> None:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
+        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
         diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
-        fields = _fields(model, body, prepared, id, sampling.temperature, sampling.top_p)
+        fields = _fields(model, body, prepared, id, sampling)
         answering = Answering(
             fields,
             json_text(fields, "body"),
@@ -78,27 +119,34 @@ class Responses:
             keep,
             diagnose,
             hints,
+            prepared.compacts,
         )
-        call = model.call(
-            ResponseFormat(answering),
+        kept = prepared.kept
+        return model.call(
+            ResponseFormat(answering) if kept is None else CompactionFormat(answering, input_items(id, kept)),
             chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
             stream=bool(body.stream),
             dropped=chat.dropped,
             ignored_tools=tuple(prepared.tools.ignored),
+            media=chat.template.media,
         )
-        _refuse_many_logprobs(call, model.context_limit)
-        return call
 
     def chat(self, model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedChat:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
         return self._prepared(model, body, tenant).chat
 
-    def _prepared(self, model: ServedModel, body: ResponseRequest, tenant: str) -> _Prepared:
+    def _prepared(
+        self, model: ServedModel, body: ResponseRequest, tenant: str, *, compacts: bool = False
+    ) -> _Prepared:
+        """Prepares a request's prompt. `compacts`: it asks for a compacted conversation."""
         body.refuse_unsupported()
         own = self._own_items(body, tenant)
+        wants_item = bool(own) and kind_of(own[-1], f"input[{len(own) - 1}]") == TRIGGER
+        if wants_item and not compacts:
+            own = own[:-1]
         history = []
         if body.previous_response_id is not None:
-            history = self.store.history(_owner(tenant), body.previous_response_id)
+            history = self._history(_owner(tenant), body.previous_response_id)
         if not (own or history or body.instructions):
             raise MissingParameter("input")
         tools = Toolbox()
@@ -106,11 +154,27 @@ class Responses:
         messages = messages_of(history, own, tools, self._unseal(model, tenant))
         if body.instructions:
             messages.insert(0, Message("system", (Text(body.instructions),), origin="instructions"))
-        choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
-        options, effort = body.template_options(model.model_tokenizer.template_names)
-        conversation = Conversation(messages, tools.shown, choice, options)
-        chat = model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant, body.constraint())
-        return _Prepared(own, tools, effort, chat)
+        summarizes = compacts or wants_item
+        if summarizes:
+            # With the tools, as every other turn has them: the prompt begins as the conversation's own.
+            messages.append(Message("user", (Text(SUMMARY_REQUEST),), origin="input"))
+        asked_choice = None if summarizes else body.tool_choice
+        choice = tool_choice_of(asked_choice, tools, parallel=body.parallel_tool_calls is not False)
+        options, ignored = body.template_options(model.model_tokenizer.template_names)
+        conversation = Conversation(messages, tools.shown, choice, options, ignored)
+        constraint = None if summarizes else body.constraint()
+        salt = salt_of(tenant, body.cache_salt)
+        chat = model.prepared_chat(conversation, salt, tenant, constraint, body.reasoning_budget())
+        effort = None if body.reasoning is None else body.reasoning.effort
+        if any(one.field == "reasoning.effort" for one in ignored):
+            effort = None
+        if summarizes and chat.next_turn is not None:
+            chat.next_turn.give_up()  # the conversation does not go on from its summary's request
+        kept = None
+        if compacts:
+            stay = [item for item in (*history, *own) if stays(item, kind_of(item, "input"))]
+            kept = json.loads(json_text(stay, "input"))
+        return _Prepared(own, tools, effort, chat, summarizes, kept)
 
     def _unseal(self, model: ServedModel, tenant: str) -> Unseal:
         """Returns a function that opens the seals of one request. Raises PromptTextTooLong.
@@ -124,6 +188,7 @@ class Responses:
             text = self.sealer.open(sealed, tenant)
             chars += len(text or "")
             model.tokenizer.refuse_more_chars(chars)
+            count_more_bytes(len(text or ""))
             return text
 
         return unseal
@@ -139,16 +204,53 @@ class Responses:
                 ]
             case list(items):
                 refuse_more_than(MAX_MESSAGES, items, "input")
-                outputs = functools.cache(partial(self._output, _owner(tenant)))  # many items of one response
-                return [_resolved(item, f"input[{i}]", outputs) for i, item in enumerate(items)]
+                return self._resolved(items, _owner(tenant))
             case other:
                 raise InvalidParameter("input", other, "a string or a list of items")
 
-    def _output(self, owner: str, id: str) -> Sequence[Any]:
+    def _resolved(self, items: Sequence[Any], owner: str) -> list[Any]:
+        """Returns items with the stored ones in the place of references, which are bounded: references are short."""
+        responses = {_response_of(item) for item in items} - {None}
+        self._count(self.store.output_bytes(owner, [id for id in responses if id is not None]))
+
+        @functools.cache  # many items of one response
+        def outputs(id: str) -> list[tuple[Json, int]]:
+            try:
+                text = self.store.get(owner, id).output
+            except ResponseNotFound:
+                return []
+            return [(item, len(json.dumps(item))) for item in parsed(text)]
+
+        resolved, count = [], 0
+        for i, item in enumerate(items):
+            if kind_of(item, f"input[{i}]") == "item_reference":
+                item, item_bytes = _referred(item, f"input[{i}].id", outputs)
+                count += item_bytes
+                self._refuse_more(count)
+            resolved.append(item)
+        return resolved
+
+    def _count(self, count: int) -> None:
+        self._refuse_more(count)
+        count_more_bytes(count)
+
+    def _refuse_more(self, count: int) -> None:
+        if count > self.most_bytes:
+            allowed = f"such that references stand for at most {self.most_bytes:,} bytes (--max-body)"
+            raise InvalidParameter("input", count, allowed)
+
+    def _history(self, owner: str, id: str) -> list[Any]:
+        """Returns the items of a response and of all before it.
+
+        Raises PreviousResponseNotFound, HistoryTooLong and ResponseStoreFailed.
+        """
+        count_more_bytes(self.store.history_bytes(owner, id, self.most_bytes))
+        text = self.store.history(owner, id, self.most_bytes)
         try:
-            return self.store.get(owner, id).output
-        except ResponseNotFound:
-            return ()
+            check_shape(text)
+        except JsonTooComplex as error:
+            raise HistoryTooLong(id, error.detail) from error
+        return list(itertools.chain.from_iterable(parsed(text)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +259,12 @@ class _Prepared:
     tools: Toolbox
     effort: str | None  # of reasoning, if the template knows it
     chat: PreparedChat
+    compacts: bool = False  # the answer is a summary
+    kept: Sequence[Any] | None = None  # items of a compacted conversation; None: the answer is a response
 
 
 def _fields(
-    model: ServedModel, body: ResponseRequest, prepared: _Prepared, id: str, temperature: float, top_p: float
+    model: ServedModel, body: ResponseRequest, prepared: _Prepared, id: str, sampling: ResolvedSampling
 ) -> Json:
     """Returns the fields of the response's object that are known before the answer. Raises InvalidParameter."""
     fields: Json = {
@@ -169,16 +273,18 @@ def _fields(
         "created_at": int(time.time()),
         "model": body.model or model.name,
         "background": False,
+        "frequency_penalty": sampling.frequency_penalty,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": prepared.effort, "summary": None},
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": temperature,
+        "temperature": sampling.temperature,
         "top_logprobs": body.wanted_logprobs or 0,
-        "top_p": top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
     }
     if prepared.tools.ignored:
@@ -189,25 +295,37 @@ def _fields(
             "metadata": body.metadata or {},
             "prompt_cache_key": body.prompt_cache_key,
             "safety_identifier": body.safety_identifier,
-            "text": {"format": body.text_format, "verbosity": "medium"},
+            "text": {"format": body.text_format, "verbosity": USUAL_VERBOSITY},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": list(map(echoed_tool, body.tools or ())),
             "user": body.user,
         }
     )
 
 
-def _resolved(item: Any, path: str, outputs: Callable[[str], Sequence[Any]]) -> Any:
-    """Returns an item, or the stored one to which it refers. `outputs` returns the output of a stored response."""
-    if kind_of(item, path) != "item_reference":
-        return item
+def _response_of(item: Any) -> str | None:
+    """Returns the id of the response to whose output a reference refers; None for any other item."""
+    if not isinstance(item, Mapping) or item.get("type") != "item_reference":
+        return None
     id = item.get("id")
     match = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
-    if match is not None:
-        output, index = outputs(f"resp_{match[1]}"), int(match[2], 16)
-        if index < len(output) and output[index].get("id") == id:
+    return None if match is None else f"resp_{match[1]}"
+
+
+def _referred(
+    item: Json, path: str, outputs: Callable[[str], Sequence[tuple[Json, int]]]
+) -> tuple[Json, int]:
+    """Returns the stored item to which a reference refers, and its bytes. `outputs` returns those of a response."""
+    id, response = item.get("id"), _response_of(item)
+    if response is not None and (match := _ITEM_ID.fullmatch(str(id))) is not None:
+        output, index = outputs(response), int(match[2], 16)
+        if index < len(output) and output[index][0].get("id") == id:
             return output[index]
-    raise InvalidParameter(f"{path}.id", id, "the id of an item in the output of a stored response")
+    raise InvalidParameter(path, id, "the id of an item in the output of a stored response")
+
+
+def parsed(text: bytes) -> Any:
+    return json.loads(text.decode(errors="surrogatepass"))
 
 
 def _owner(tenant: str) -> str:
@@ -236,17 +354,19 @@ def _refuse_many_logprobs(call: Call, context_limit: int) -> None:
 
 
 def input_items(id: str, items: Sequence[Any]) -> list[Json]:
-    """Returns a response's own input as its items are listed: each has an id, and messages are complete."""
+    """Returns a response's own input as its items are listed: with ids, a status, and parts of messages."""
     listed = []
     for i, item in enumerate(items):
         kind = kind_of(item, f"input[{i}]")
         item = {**item, "type": kind, "id": item.get("id") or f"{kind}_{id.removeprefix('resp_')}i{i:x}"}
-        if kind == "message":
-            item.setdefault("status", "completed")
-            if isinstance(item.get("content"), str):
-                text = {"type": "input_text", "text": item["content"]}
-                if item.get("role") == "assistant":
-                    text = {"type": "output_text", "text": item["content"], "annotations": []}
-                item["content"] = [text]
+        if kind == "reasoning":
+            item.setdefault("summary", [])  # it is not stored, because no prompt shows it
+        if kind == "message" or kind.endswith(("_call", "_output")):
+            item["status"] = item.get("status") or "completed"
+        if kind == "message" and isinstance(item.get("content"), str):
+            part = {"type": "input_text", "text": item["content"]}
+            if item.get("role") == "assistant":
+                part = {"type": "output_text", "text": item["content"], "annotations": []}
+            item["content"] = [part]
         listed.append(item)
     return listed

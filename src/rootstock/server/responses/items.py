@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
+from rootstock.engine.conversation.media import medium_of
 from rootstock.engine.conversation.openai import arguments_of
 from rootstock.engine.conversation.template import template_tool
 from rootstock.engine.conversation.types import (
@@ -24,6 +25,7 @@ from rootstock.engine.conversation.types import (
 )
 from rootstock.engine.limits import (
     MAX_CONTENT_PARTS,
+    MAX_LABEL_CHARS,
     MAX_MARKS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
@@ -32,6 +34,9 @@ from rootstock.engine.limits import (
     refuse_other_text,
 )
 from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.responses.compaction import KINDS as COMPACTIONS
+from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
+from rootstock.server.responses.compaction import shown as compaction_text
 from rootstock.server.responses.tools import Toolbox, shown_name
 from rootstock.server.wire import Json
 
@@ -41,7 +46,12 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # Records of tools that this server ignores (tools.py), and a client's own: they hold no text for the model.
 _SKIPPED = frozenset({"web_search_call", "image_generation_call", "ghost_snapshot"})
-_CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+_CALL_OUTPUTS = (
+    "function_call_output",
+    "custom_tool_call_output",
+    "local_shell_call_output",
+    "computer_call_output",
+)
 
 
 def kind_of(item: Any, path: str) -> str:
@@ -58,6 +68,77 @@ def kind_of(item: Any, path: str) -> str:
     return kind
 
 
+# Fields of stored items. Those of other types are stored whole.
+_KEPT_FIELDS: Mapping[str, frozenset[str]] = {
+    "message": frozenset({"role", "content"}),
+    "agent_message": frozenset({"content"}),
+    "reasoning": frozenset({"content", "encrypted_content"}),
+    "function_call": frozenset({"call_id", "name", "namespace", "arguments"}),
+    "custom_tool_call": frozenset({"call_id", "name", "namespace", "input"}),
+    "local_shell_call": frozenset({"call_id", "action"}),
+    "tool_search_call": frozenset({"call_id", "arguments", "execution"}),
+    "tool_search_output": frozenset({"call_id", "tools", "execution"}),
+    "additional_tools": frozenset({"role", "tools"}),
+    **dict.fromkeys(COMPACTIONS, frozenset({"encrypted_content"})),
+    **dict.fromkeys(_CALL_OUTPUTS, frozenset({"call_id", "name", "namespace", "output"})),
+}
+_KEPT_LABELS = ("id", "status")  # of any item: they are listed, and never shown to the model
+
+
+def kept_items(items: Sequence[Json]) -> list[Json]:
+    """Returns items, which were translated, with as much of them as is stored: that which the prompt shows.
+
+    A prompt is bounded. All that it leaves out would be stored without a bound.
+    """
+    kept = [_kept_item(item, kind_of(item, "input")) for item in items]
+    return [item for item in kept if item is not None]
+
+
+def _kept_item(item: Json, kind: str) -> Json | None:
+    if kind in _SKIPPED:
+        return None
+    fields = _KEPT_FIELDS.get(kind)
+    if fields is None:
+        return item
+    kept = {name: item[name] for name in item if name in fields}
+    kept |= {name: item[name] for name in _KEPT_LABELS if _is_label(item.get(name))}
+    for name in ("content", "output"):
+        if isinstance(kept.get(name), list):
+            kept[name] = [_kept_part(part) for part in kept[name]]
+    return {"type": kind, **kept}
+
+
+def _kept_part(part: Any) -> Any:
+    """Returns a part of a content. Of parts that are no text, only labels are kept."""
+    if not isinstance(part, Mapping):
+        return part
+    text = _TEXT_PARTS.get(str(part.get("type")), "text")
+    return {
+        name: value
+        for name, value in part.items()
+        if name in (text, BREAKPOINT) or _is_label(value) or isinstance(value, bool | int | float)
+    }
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_LABEL_CHARS
+
+
+def kept_output(items: list[Json]) -> list[Json]:
+    """Returns the items of an answer as they are stored: without log-probabilities, which no prompt shows."""
+    scored = {i for i, item in enumerate(items) if any(part.get("logprobs") for part in _parts_of(item))}
+    if not scored:
+        return items
+    return [
+        {**item, "content": [{**part, "logprobs": []} for part in _parts_of(item)]} if i in scored else item
+        for i, item in enumerate(items)
+    ]
+
+
+def _parts_of(item: Json) -> list[Json]:
+    return item.get("content") or []
+
+
 def messages_of(
     history: Sequence[Any], items: Sequence[Any], tools: Toolbox, unseal: Unseal
 ) -> list[Message]:
@@ -67,11 +148,12 @@ def messages_of(
     """
     refuse_more_than(MAX_MESSAGES, [*history, *items], "input")
     translator = _Translator(tools, unseal)
-    for item in history:
-        translator.add(item, "previous_response_id")
+    placed = [(item, "previous_response_id") for item in history]
     for i, item in enumerate(items):
         refuse_deep(item, f"input[{i}]")
-        translator.add(item, f"input[{i}]")
+        placed.append((item, f"input[{i}]"))
+    for item, path in without_compacted(placed, [kind_of(item, path) for item, path in placed]):
+        translator.add(item, path)
     return translator.end()
 
 
@@ -83,6 +165,8 @@ class _Translator:
         self._unseal = unseal
         self._messages: list[Message] = []
         self._turn: list[Part] = []  # of the assistant, not ended yet
+        self._turn_has_text = False
+        self._turn_has_call = False
 
     def end(self) -> list[Message]:
         self._end_turn()
@@ -113,6 +197,10 @@ class _Translator:
                     raise InvalidParameter(f"{path}.action", action, "an object")
                 arguments = {key: value for key, value in action.items() if key != "type" and value}
                 self._add_call(item, "local_shell", arguments, path)
+            case "computer_call":
+                # Of another server: the tool is refused here, and the history has its calls.
+                action = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
+                self._add_call(item, "computer", action, path)
             case "tool_search_call":
                 arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
                 self._add_call(item, "tool_search", arguments, path)
@@ -127,6 +215,12 @@ class _Translator:
                 self._add("system", [Text(text)], path)
             case "agent_message":
                 self._add("user", self._texts_of(item.get("content"), f"{path}.content"), path)
+            case _ if kind in COMPACTIONS:
+                sealed = item.get("encrypted_content")
+                refuse_other_text(sealed, f"{path}.encrypted_content", None)
+                self._add("user", [Text(compaction_text(self._unseal(sealed) if sealed else None))], path)
+            case _ if kind == TRIGGER:
+                refuse_trigger(path)
             case _ if kind in _CALL_OUTPUTS:
                 self._add_result(item, tuple(self._texts_of(item.get("output"), f"{path}.output")), path)
             case _ if kind in _SKIPPED:
@@ -148,6 +242,7 @@ class _Translator:
         if self._turn:
             self._messages.append(Message("assistant", tuple(self._turn), origin="input"))
             self._turn = []
+            self._turn_has_text = self._turn_has_call = False
 
     def _add_message(self, item: Json, path: str) -> None:
         role = item.get("role")
@@ -162,6 +257,7 @@ class _Translator:
         if self._has_text_alone():
             self._end_turn()
         self._turn += texts
+        self._turn_has_text = True
 
     def _add_reasoning(self, item: Json, path: str) -> None:
         text = self._reasoning_of(item, path)
@@ -172,8 +268,7 @@ class _Translator:
 
     def _has_text_alone(self) -> bool:
         """Returns whether the turn has text and no call, so that another text is another message."""
-        kinds = set(map(type, self._turn))
-        return Text in kinds and ToolCall not in kinds
+        return self._turn_has_text and not self._turn_has_call
 
     def _reasoning_of(self, item: Json, path: str) -> str:
         """Returns the text of reasoning: that of the item, or else that of its seal, or else none.
@@ -211,6 +306,7 @@ class _Translator:
             call_id = item.get("id")
         refuse_other_text(call_id, f"{path}.call_id", None)
         self._turn.append(ToolCall(call_id, name, arguments))
+        self._turn_has_call = True
 
     def _add_result(self, item: Json, parts: tuple[Text | ToolReference, ...], path: str) -> None:
         call_id = item.get("call_id")
@@ -223,6 +319,8 @@ class _Translator:
     def _texts_of(self, content: Any, path: str) -> list[Text]:
         if content is None or isinstance(content, str):
             return [Text(content or "")]
+        if isinstance(content, Mapping):  # the output of a computer's call is one part
+            content = [content]
         if not isinstance(content, list):
             raise InvalidParameter(path, content, "a string or a list of parts")
         refuse_more_than(MAX_CONTENT_PARTS, content, path)
@@ -234,12 +332,16 @@ def _text_of(part: Any, path: str) -> Text:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidParameter(path, part, "a part with a 'type'")
+    mark = breakpoint_of(part, path)
     if kind not in _TEXT_PARTS:
-        raise InvalidParameter(f"{path}.type", kind, "'input_text': this model reads text only")
+        medium = medium_of(part, path, mark)
+        if medium is None:
+            raise InvalidParameter(f"{path}.type", kind, "'input_text', 'input_image' or 'input_file'")
+        return medium
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidParameter(f"{path}.{_TEXT_PARTS[kind]}", text, "a string")
-    return Text(text, breakpoint_of(part, path))
+    return Text(text, mark)
 
 
 def _list_of(item: Json, name: str, path: str) -> list[Any]:

@@ -228,7 +228,6 @@ class _OpenText:
             "status": status,
             "summary": [],
             "content": content,
-            "encrypted_content": None,
         }
         if self.seal is not None and status != "in_progress":
             item["encrypted_content"] = self.seal("".join(self._texts))

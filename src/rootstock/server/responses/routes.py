@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn
 
 from fastapi import APIRouter, Query, Request
@@ -14,11 +15,19 @@ from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
 from rootstock.server.hints.headers import HeadHints
+from rootstock.server.json_pieces import dumps
 from rootstock.server.models import ModelRegistry
-from rootstock.server.request_bodies import BoundedJsonRoute
-from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
-from rootstock.server.responses.calls import Responses, input_items
+from rootstock.server.request_bodies import BoundedJsonRoute, count_more_bytes
+from rootstock.server.responses.answers import (
+    CompactionBody,
+    CountedInput,
+    DeletedResponse,
+    InputItems,
+    ResponseBody,
+)
+from rootstock.server.responses.calls import Responses, input_items, parsed
 from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.responses.store import StoredResponse
 
 # The engine's names of fields.
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}
@@ -57,6 +66,17 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
             _rename(error, body)
             raise
 
+    @router.post("/compact", responses=_POSTED | {200: {"model": CompactionBody}})
+    async def compact(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+        """Compacts a conversation: the user's messages, and an item that stands for the rest."""
+        try:
+            return await answerer.answer(
+                body.model, lambda model: responses.compaction(model, body, tenant, head), request
+            )
+        except RequestError as error:
+            _rename(error, body)
+            raise
+
     @router.post("/input_tokens", responses=_POSTED | {200: {"model": CountedInput}})
     async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
@@ -67,41 +87,60 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
             raise
         return {"object": "response.input_tokens", "input_tokens": len(chat.prompt.tokens)}
 
-    # Plain functions run on other threads: they wait for the store's.
+    async def read(
+        request: Request, tenant: str, id: str, answer: Callable[[StoredResponse], bytes]
+    ) -> Response:
+        """Answers with a stored response, when it is the request's turn: it may be as long as a body."""
+        owner = salt_of(tenant, None)
+
+        def found() -> bytes:
+            count_more_bytes(store.bytes_of(owner, id))
+            return answer(store.get(owner, id))
+
+        return Response(await models.queue.run(request, found), media_type="application/json")
+
     @router.get("/{id}", responses={200: {"model": ResponseBody}})
-    def retrieve(id: str, tenant: Tenant, stream: bool = False) -> dict[str, Any]:
+    async def retrieve(id: str, request: Request, tenant: Tenant, stream: bool = False) -> Response:
         """Returns a stored response."""
         if stream:
             raise Unsupported("stream", "A stored response has no events. Leave it out.")
-        stored = store.get(salt_of(tenant, None), id)
-        return stored.head | {"output": stored.output}
+        return await read(
+            request, tenant, id, lambda stored: b'%s,"output":%s}' % (stored.head[:-1], stored.output)
+        )
 
     @router.get("/{id}/input_items", responses={200: {"model": InputItems}})
-    def list_input(
+    async def list_input(
         id: str,
+        request: Request,
         tenant: Tenant,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         """Lists the request's own items, without those of the responses before it."""
-        items = input_items(id, store.get(salt_of(tenant, None), id).input)
-        if order == "desc":
-            items.reverse()
-        if after is not None:
-            at = next((i for i, item in enumerate(items) if item["id"] == after), None)
-            if at is None:
-                raise InvalidParameter("after", after, "the id of one of the items")
-            items = items[at + 1 :]
-        page = items[:limit]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
 
+        def listed(stored: StoredResponse) -> bytes:
+            items = input_items(id, parsed(stored.input))
+            if order == "desc":
+                items.reverse()
+            if after is not None:
+                at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+                if at is None:
+                    raise InvalidParameter("after", after, "the id of one of the items")
+                items = items[at + 1 :]
+            page = items[:limit]
+            body = {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > limit,
+            }
+            return dumps(body).encode(errors="replace")
+
+        return await read(request, tenant, id, listed)
+
+    # Plain functions run on other threads: they wait for the store's.
     @router.delete("/{id}", responses={200: {"model": DeletedResponse}})
     def delete(id: str, tenant: Tenant) -> dict[str, Any]:
         """Removes a stored response."""
@@ -111,7 +150,7 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
     @router.post("/{id}/cancel", status_code=400, response_model=None, responses=_POSTED)
     def cancel(id: str, tenant: Tenant) -> NoReturn:
         """Refuses to cancel: a stored response is complete."""
-        store.get(salt_of(tenant, None), id)
+        store.bytes_of(salt_of(tenant, None), id)
         raise Unsupported(
             "background", "A stored response is complete. Close the connection of a response to cancel it."
         )

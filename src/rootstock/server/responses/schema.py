@@ -15,9 +15,10 @@ from pydantic import Field
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Constraint
 from rootstock.engine.constraints.json_schema import named_schema
-from rootstock.engine.conversation.template import refuse_unread_variables
+from rootstock.engine.conversation.types import IgnoredField
 from rootstock.engine.limits import (
     MAX_LABEL_CHARS,
+    MAX_SCHEMA_CHARS,
     MAX_TOOLS,
     MAX_TOOLS_CHARS,
     MAX_TOP_LOGPROBS,
@@ -26,12 +27,17 @@ from rootstock.engine.limits import (
 )
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
-    REASONING_SWITCHES,
+    NO_VERBOSITY,
+    USUAL_VERBOSITY,
     Count,
     JsonObject,
     Label,
+    ModelName,
+    ReasoningFields,
     SamplingFields,
     Wire,
+    is_empty,
+    null_if,
 )
 from rootstock.server.hints.fields import HintFields
 from rootstock.server.wire import Json
@@ -49,14 +55,14 @@ _USE = {
     "max_tokens": "Use 'max_output_tokens'.",
     "messages": "Use 'input'.",
     "prompt": "Send its text as 'input': no prompts are kept on the server.",
-    "reasoning_effort": "Use 'reasoning'.",
     "response_format": "Use 'text'.",
     "functions": "Use 'tools'.",
     "function_call": "Use 'tool_choice'.",
     "n": "Send the request several times.",
     "background": "Keep the connection open, and read the response from it.",
     "conversation": "Use 'previous_response_id', or send the history as 'input'.",
-    "context_management": "Nothing is compacted on the server. Send a shorter history.",
+    "context_management": "Nothing is compacted unasked. POST /v1/responses/compact, or end 'input' with "
+    "an item of type 'compaction_trigger'.",
     "moderation": "There is no moderation on the server.",
     "guided_json": "Use 'text' with a format of type 'json_schema'.",
     "guided_regex": "Use 'text' with a format of type 'json_schema'.",
@@ -67,27 +73,30 @@ _USE = {
     "truncate_prompt_tokens": "A prompt is never cut: shorten it before you send it.",
     "previous_input_messages": "Send the history as 'input'.",
 }
-_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
-
-
-class ReasoningFields(Wire):
-    effort: Label | None = None
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # besides false and empty values
+    "function_call": ("auto", "none"),
+    "max_completion_tokens": (-1,),
+    "max_tokens": (-1,),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+}
 
 
 class TextFields(Wire):
     format: JsonObject | None = None
+    verbosity: Annotated[Label | None, Field(description="no effect")] = None
 
 
-class ResponseRequest(SamplingFields, HintFields):
-    model: Label | None = None
+class ResponseRequest(SamplingFields, HintFields, ReasoningFields):
+    model: ModelName = None
     # Any: pydantic would try every alternative, item by item, and report the errors of each.
     input: Annotated[Any, Field(description="text, or a list of items")] = None
     instructions: str | None = None
-    previous_response_id: Label | None = None
+    previous_response_id: Annotated[Label | None, null_if("")] = None
     store: bool | None = None
     stream: bool | None = None
     tools: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | JsonObject | None = None
+    tool_choice: Annotated[str | JsonObject | None, null_if("", {})] = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     max_tool_calls: Annotated[
@@ -95,23 +104,25 @@ class ResponseRequest(SamplingFields, HintFields):
     ] = None
     include: Annotated[list[Label], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    reasoning: ReasoningFields | None = None
     text: TextFields | None = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None, Field(description="no effect: a prompt is never cut")
     ] = None
     metadata: JsonObject | None = None
     safety_identifier: Label | None = None
-    chat_template_kwargs: JsonObject | None = None
 
     def refuse_unsupported(self) -> None:
         """Raises Unsupported and InvalidParameter."""
         for name, value in (self.model_extra or {}).items():
-            if name in _USE and value not in _NEUTRAL and (name, value) != ("n", 1):
+            if name in _USE and not is_empty(value) and value not in (False, *_NEUTRAL.get(name, ())):
                 raise Unsupported(name, _USE[name])
         refuse_large(self.tools, "tools", MAX_TOOLS_CHARS)
-        for name in ("tools", "tool_choice", "metadata"):
-            refuse_deep(getattr(self, name), name)
+        refuse_large(self.tool_choice, "tool_choice", MAX_SCHEMA_CHARS)
+        refuse_large(self.text_format, "text.format", 2 * MAX_SCHEMA_CHARS)
+        for name in ("tools", "tool_choice", "metadata", "text_format"):
+            refuse_deep(getattr(self, name), name.replace("_format", ".format"))
+        if len(self.metadata or ()) > MAX_METADATA:
+            raise InvalidParameter("metadata", self.metadata, f"at most {MAX_METADATA} pairs")
         for key, value in (self.metadata or {}).items():
             if (
                 not isinstance(value, str)
@@ -120,8 +131,6 @@ class ResponseRequest(SamplingFields, HintFields):
             ):
                 allowed = f"texts of at most {MAX_METADATA_CHARS} characters, with short names"
                 raise InvalidParameter(f"metadata.{key[:MAX_LABEL_CHARS]}", value, allowed)
-        if len(self.metadata or ()) > MAX_METADATA:
-            raise InvalidParameter("metadata", self.metadata, f"at most {MAX_METADATA} pairs")
 
     def constraint(self) -> Constraint | None:
         """Returns the grammar that the answer's text must follow. Raises InvalidParameter and ConstraintRefused."""
@@ -155,29 +164,16 @@ class ResponseRequest(SamplingFields, HintFields):
             return self.top_logprobs or 0
         return None
 
-    def template_options(self, names: TemplateNames) -> tuple[Json, str | None]:
-        """Returns the template's variables, and the effort of reasoning that applies.
+    def template_options(self, names: TemplateNames) -> tuple[Json, tuple[IgnoredField, ...]]:
+        """Returns the template's variables, and the fields that it cannot follow.
 
-        Agents send an effort to every model. A template that knows none ignores it, and the response tells so.
         Raises InvalidParameter and Unsupported.
         """
-        kwargs = self.chat_template_kwargs or {}
-        refuse_unread_variables(kwargs, names)
-        options: Json = {"add_generation_prompt": True, **kwargs}
-        effort = None if self.reasoning is None else self.reasoning.effort
-        if effort is None:
-            return options, None
-        switch = next((name for name in REASONING_SWITCHES if name in names.variables), None)
-        if "reasoning_effort" in names.variables:
-            asked: tuple[str, str | bool] = "reasoning_effort", effort
-        elif switch is not None:
-            asked = switch, effort != "none"
-        else:
-            return options, None
-        name, value = asked
-        if options.setdefault(name, value) != value:
-            raise InvalidParameter("reasoning.effort", effort, f"in agreement with {name}={options[name]!r}")
-        return options, effort
+        variables, ignored = self.template_variables(names)
+        verbosity = None if self.text is None else self.text.verbosity
+        if verbosity not in (None, "", USUAL_VERBOSITY):
+            ignored += (IgnoredField("text.verbosity", NO_VERBOSITY),)
+        return {"add_generation_prompt": True, **variables}, ignored
 
 
 def json_text(value: Any, path: str) -> str:

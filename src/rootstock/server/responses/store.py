@@ -2,76 +2,76 @@
 
 A response has a pointer to the one before it, so that a conversation of n responses takes n entries. All responses
 that begin with one are a chain. Eviction removes whole chains: a chain without its beginning cannot be continued.
+Nothing is compressed: a limit counts the bytes that a read returns.
+
+The database is a list of rows, and the index of ids is in this process alone. The checksum of a row binds its content
+to its id and tenant: a damaged file never gives the content of another response. A file in which damage is found is
+renamed, and an empty one takes its place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
+import math
+import os
 import sqlite3
 import threading
 import time
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_bytes
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rootstock.errors import (
     HistoryTooLong,
     InvalidOption,
-    JsonTooComplex,
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStoreFailed,
+    RootstockError,
 )
 from rootstock.server.metrics import ResponseStoreStats
-from rootstock.server.request_bodies import check_shape
-from rootstock.tiers.disk.index import is_damage
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
 
 MAX_RESPONSES = 65_536
 MAX_DEPTH = 4_096  # responses before one
-MAX_HISTORY_BYTES = 64 * MIB  # of JSON, of one response and those before it
 MAX_WAITING_BYTES = 64 * MIB  # of responses that are not written yet
 
 T = TypeVar("T")
 
 _ENTRY_BYTES = 512  # of a row besides its texts
 _KEY = "sealing key"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-  number INTEGER PRIMARY KEY AUTOINCREMENT,
-  id TEXT NOT NULL UNIQUE,
-  tenant TEXT NOT NULL,
-  chain TEXT NOT NULL,
-  parent TEXT,
-  depth INTEGER NOT NULL,
-  stored_bytes INTEGER NOT NULL,
-  history_bytes INTEGER NOT NULL,
-  head BLOB NOT NULL,
-  input BLOB NOT NULL,
-  output BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_chain ON responses (tenant, chain);
-CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, value BLOB NOT NULL);
-"""
-_HISTORY = """
-WITH RECURSIVE up (id, parent, depth, history_bytes) AS (
-  SELECT id, parent, depth, history_bytes FROM responses WHERE id = :id AND tenant = :tenant
-  UNION ALL
-  SELECT r.id, r.parent, r.depth, r.history_bytes FROM responses r JOIN up ON r.id = up.parent
-  WHERE r.tenant = :tenant AND r.depth = up.depth - 1
+_KEY_BYTES = 32
+_CHECKSUM_BYTES = 16
+_SCHEMA = (
+    "CREATE TABLE keys (name TEXT PRIMARY KEY, value BLOB NOT NULL, checksum BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE responses (number INTEGER PRIMARY KEY, record BLOB NOT NULL)",
 )
-SELECT id, depth, history_bytes FROM up ORDER BY depth
-"""
+_PAGE_BYTES = 4_096
+# The least bytes of a long row that SQLite keeps in a page of its tree; the rest is in pages of its own.
+_LEAST_IN_TREE = (_PAGE_BYTES - 12) * 32 // 255 - 23
+# SQLite's error codes for which the disk or another process is to blame, not the content of the file.
+_CIRCUMSTANCES = frozenset(
+    {
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_MISUSE,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,69 +87,107 @@ class NewResponse:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    head: dict[str, Any]
-    input: list[Any]
-    output: list[Any]
+    """The JSON of a stored response."""
+
+    head: bytes
+    input: bytes
+    output: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The content of a row."""
+
+    id: str
+    tenant: str
+    parent: str | None
+    response: StoredResponse
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A row without its texts."""
+
+    number: int
+    tenant: str
+    parent: str | None
+    chain: str
+    depth: int | None  # None: the response before it was not there when this one was added
+    history_bytes: int  # of the items of this response and of those before it
+    stored_bytes: int
+    output_bytes: int
 
 
 @dataclass(slots=True)
 class _Chain:
-    stored_bytes: int = 0
-    entries: int = 0
+    ids: dict[str, None] = field(default_factory=dict)  # in their order
 
 
 @dataclass(slots=True)
 class _Tenant:
     """The chains of a tenant, the least recently used first."""
 
-    chains: OrderedDict[str, _Chain]
+    chains: OrderedDict[str, _Chain] = field(default_factory=OrderedDict)
     stored_bytes: int = 0
     entries: int = 0
+
+
+class _Damage(sqlite3.DatabaseError):
+    """Content of the database that this store did not write."""
 
 
 class ResponseStore:
     """A store of responses. One thread of its own uses the database: a read sees every earlier write."""
 
-    def __init__(self, db: sqlite3.Connection, limit_bytes: int) -> None:
+    def __init__(self, path: Path | None, db: sqlite3.Connection, limit_bytes: int) -> None:
+        """Raises sqlite3.Error."""
+        self._path = path
         self._db = db
         self._limit_bytes = limit_bytes
+        self._entries: dict[str, _Entry] = {}  # by id
         self._tenants: dict[str, _Tenant] = {}
         self._stored_bytes = 0
-        self._entries = 0
+        self._last_number = 0
+        self._has_old_frames = False  # the write-ahead log may hold the text of removed rows
         self._worker = ThreadPoolExecutor(1, "rootstock-responses")
         self._lock = threading.Lock()  # of the counts that several threads change
+        self._waiting = 0  # calls of the store's thread that have not ended
         self._waiting_bytes = 0
         self._events = {"stored": 0, "not_stored": 0, "deleted": 0, "evicted": 0}
-        self._recount()
-        with db:
-            self._events["evicted"] += self._evict()
+        self._read_rows()
+        self.sealing_key = self._read_key() or self._write_key(token_bytes(_KEY_BYTES))
+        evicted = self._chosen_for_eviction()
+        self._delete_rows(evicted)
+        self._events["evicted"] += len(evicted)
         db.executescript("PRAGMA incremental_vacuum")  # `execute` would give back one page
-        self.sealing_key = self._sealing_key()
+        self._wipe_log()
 
     @classmethod
     def open(cls, path: Path | None, limit_bytes: int) -> ResponseStore:
         """Opens the store of a file, or one in memory. A damaged file is renamed. Raises InvalidOption."""
         if path is None:
-            return cls(_connect(":memory:"), limit_bytes)
-        for _ in range(2):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600)
-                db = _connect(str(path))
+            return cls(None, _connect(":memory:"), limit_bytes)
+        try:
+            for _ in range(2):
                 try:
-                    return cls(db, limit_bytes)
-                except BaseException:
-                    db.close()
-                    raise
-            except (OSError, sqlite3.Error) as error:
-                if not isinstance(error, sqlite3.Error) or not is_damage(error):
-                    allowed = f"a file that can be written, and that no other server uses ({error})"
-                    raise InvalidOption("--responses-file", str(path), allowed) from error
-                _set_aside(path, error)
+                    _make_private(path)
+                    db = _connect(str(path))
+                    try:
+                        return cls(path, db, limit_bytes)
+                    except BaseException:
+                        db.close()
+                        raise
+                except Exception as error:
+                    if not _is_damage(error):
+                        raise
+                    _set_aside(path, error)
+        except (OSError, sqlite3.Error) as error:
+            allowed = f"a file that can be written, and that no other server uses ({error})"
+            raise InvalidOption("--responses-file", str(path), allowed) from error
         raise InvalidOption("--responses-file", str(path), "a file on a disk without damage")
 
     def close(self) -> None:
-        """Writes the responses that wait, and closes the database."""
+        """Writes the responses that wait, and closes the database: its file then holds all of them. Idempotent."""
         self._worker.shutdown()
         self._db.close()
 
@@ -157,7 +195,7 @@ class ResponseStore:
     def stats(self) -> ResponseStoreStats:
         """The state at this moment. For any thread, without waiting for the store's."""
         return ResponseStoreStats(
-            self._entries, self._stored_bytes, self._limit_bytes, self._waiting_bytes, dict(self._events)
+            len(self._entries), self._stored_bytes, self._limit_bytes, self._waiting_bytes, dict(self._events)
         )
 
     def put(self, tenant: str, response: NewResponse) -> None:
@@ -170,43 +208,99 @@ class ResponseStore:
         if not taken:
             log.warning("a response is not stored: %d bytes already wait to be written", self._waiting_bytes)
             return
-        self._worker.submit(self._put, tenant, response, count)
+        self._begin(lambda: self._put(tenant, response, count))
+
+    # The methods below wait for the store's thread: they are not for an event loop. All raise ResponseStoreFailed.
+
+    def bytes_of(self, tenant: str, id: str) -> int:
+        """Returns the bytes of a response. Raises ResponseNotFound."""
+        return self._on_worker(lambda: self._entry(tenant, id).stored_bytes)
+
+    def output_bytes(self, tenant: str, ids: Collection[str]) -> int:
+        """Returns the bytes of the output of those responses that are there."""
+
+        def count() -> int:
+            found = map(self._entries.get, ids)
+            return sum(entry.output_bytes for entry in found if entry is not None and entry.tenant == tenant)
+
+        return self._on_worker(count)
+
+    def history_bytes(self, tenant: str, id: str, most: int) -> int:
+        """Returns the bytes of the items of a response and of all before it.
+
+        Raises PreviousResponseNotFound, and HistoryTooLong for more than `most`.
+        """
+        return self._on_worker(lambda: self._end_of_history(tenant, id, most).history_bytes)
 
     def get(self, tenant: str, id: str) -> StoredResponse:
-        """Returns a response. Waits: not for an event loop. Raises ResponseNotFound and ResponseStoreFailed."""
-        return self._on_worker(lambda: self._get(tenant, id))
+        """Returns a response. Raises ResponseNotFound."""
+        return self._on_worker(lambda: self._read(id, self._entry(tenant, id)))
 
     def delete(self, tenant: str, id: str) -> None:
-        """Deletes a response. Waits: not for an event loop. Raises ResponseNotFound and ResponseStoreFailed."""
+        """Deletes a response, and all traces of it in the file. Raises ResponseNotFound."""
         self._on_worker(lambda: self._delete(tenant, id))
 
-    def history(self, tenant: str, id: str) -> list[Any]:
-        """Returns the items of a response and of all before it, inputs and outputs, in their order.
+    def history(self, tenant: str, id: str, most: int) -> bytes:
+        """Returns the items of a response and of all before it in their order, as a JSON list of lists.
 
-        Waits: not for an event loop. Raises PreviousResponseNotFound, HistoryTooLong and ResponseStoreFailed.
+        Raises PreviousResponseNotFound, and HistoryTooLong for more bytes than `most`.
         """
-        return self._on_worker(lambda: self._history(tenant, id))
+        return self._on_worker(lambda: self._history(tenant, id, most))
 
     # ---- on the store's thread
 
-    def _on_worker(self, work: Callable[[], T]) -> T:
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
+        with self._lock:
+            self._waiting += 1
+        return self._worker.submit(self._done, work)
+
+    def _done(self, work: Callable[[], T]) -> T:
         try:
-            return self._worker.submit(work).result()
-        except (sqlite3.Error, zlib.error, ValueError) as error:
+            return work()
+        finally:
+            with self._lock:
+                self._waiting -= 1
+            if self._has_old_frames and not self._waiting:
+                self._wipe_log()
+
+    def _on_worker(self, work: Callable[[], T]) -> T:
+        return self._begin(lambda: self._again_if_damaged(work)).result()
+
+    def _again_if_damaged(self, work: Callable[[], T]) -> T:
+        """Does work. If the database turns out to be damaged, does it again with an empty one.
+
+        Raises the errors of `work` and ResponseStoreFailed.
+        """
+        try:
+            try:
+                return work()
+            except Exception as error:
+                if isinstance(error, RootstockError) or not _is_damage(error):
+                    raise
+                self._begin_anew(error)
+                return work()
+        except RootstockError:
+            raise
+        except Exception as error:
             log.exception("the store of responses cannot be read or written")
             raise ResponseStoreFailed(error) from error
 
+    def _begin_anew(self, error: Exception) -> None:
+        """Sets a damaged file aside, and goes on with an empty one. Raises OSError and sqlite3.Error."""
+        with suppress(sqlite3.Error):
+            self._db.close()
+        self._entries, self._tenants, self._stored_bytes = {}, {}, 0
+        if self._path is not None:
+            _set_aside(self._path, error)
+            _make_private(self._path)
+        self._db = _connect(":memory:" if self._path is None else str(self._path))
+        self._write_key(self.sealing_key)
+
     def _put(self, tenant: str, response: NewResponse, count: int) -> None:
         try:
-            try:
-                with self._db:
-                    self._insert(tenant, response)
-                    evicted = self._evict()
-            except BaseException:
-                self._recount()  # the transaction was rolled back
-                raise
-        except Exception:
-            log.exception("a response is not stored")
+            evicted = self._again_if_damaged(lambda: self._store(tenant, response))
+        except ResponseStoreFailed:
+            log.warning("a response is not stored")
             with self._lock:
                 self._events["not_stored"] += 1
         else:
@@ -216,122 +310,181 @@ class ResponseStore:
             with self._lock:
                 self._waiting_bytes -= count
 
-    def _insert(self, tenant: str, response: NewResponse) -> None:
+    def _store(self, tenant: str, response: NewResponse) -> int:
+        """Writes a response, and removes others that have to make room. Returns their number."""
+        if response.id in self._entries:
+            raise ValueError("another response has this id")
         texts = [
             text.encode(errors="surrogatepass") for text in (response.head, response.input, response.output)
         ]
-        packed = [zlib.compress(text, 1) for text in texts]
-        stored_bytes = sum(map(len, packed)) + _ENTRY_BYTES
-        # Gets a chain of its own if the response before it was deleted meanwhile: `_history` refuses it then.
-        chain, depth = self._db.execute(
-            "SELECT chain, depth + 1 FROM responses WHERE id = ? AND tenant = ?", (response.parent, tenant)
-        ).fetchone() or (response.id, 0 if response.parent is None else 1)
-        self._db.execute(
-            "INSERT INTO responses"
-            " (id, tenant, chain, parent, depth, stored_bytes, history_bytes, head, input, output)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                response.id,
-                tenant,
-                chain,
-                response.parent,
-                depth,
-                stored_bytes,
-                len(texts[1]) + len(texts[2]),
-                *packed,
-            ),
-        )
-        self._count(tenant, chain, stored_bytes, 1)
+        record = _Record(response.id, tenant, response.parent, StoredResponse(*texts))
+        number = self._last_number + 1
+        row = _packed(number, record)
+        self._add(response.id, self._new_entry(number, record, len(row)))
+        evicted = self._chosen_for_eviction()
+        try:
+            with self._db:
+                self._db.execute("INSERT INTO responses VALUES (?, ?)", (number, row))
+                self._delete_rows(evicted)
+        except BaseException:
+            for id, entry in evicted.items():  # their chains count as used now: it makes no difference
+                self._add(id, entry)
+            if response.id in self._entries:
+                self._remove(response.id)
+            raise
+        return len(evicted)
 
-    def _get(self, tenant: str, id: str) -> StoredResponse:
-        row = self._db.execute(
-            "SELECT head, input, output FROM responses WHERE id = ? AND tenant = ?", (id, tenant)
-        ).fetchone()
-        if row is None:
+    def _new_entry(self, number: int, record: _Record, row_bytes: int) -> _Entry:
+        own = len(record.response.input) + len(record.response.output)
+        before = None if record.parent is None else self._entries.get(record.parent)
+        if before is not None and before.tenant != record.tenant:
+            before = None
+        chain, depth, history_bytes = record.id, 0 if record.parent is None else None, own
+        if before is not None:
+            chain, depth = before.chain, None if before.depth is None else before.depth + 1
+            history_bytes += before.history_bytes
+        return _Entry(
+            number,
+            record.tenant,
+            record.parent,
+            chain,
+            depth,
+            history_bytes,
+            row_bytes + _ENTRY_BYTES,
+            len(record.response.output),
+        )
+
+    def _entry(self, tenant: str, id: str) -> _Entry:
+        """Raises ResponseNotFound."""
+        entry = self._entries.get(id)
+        if entry is None or entry.tenant != tenant:
             raise ResponseNotFound(id)
-        return StoredResponse(*map(_unpacked, row))
+        return entry
+
+    def _end_of_history(self, tenant: str, id: str, most: int) -> _Entry:
+        """Raises PreviousResponseNotFound and HistoryTooLong."""
+        entry = self._entries.get(id)
+        # Without a depth, a response before it had been deleted when it was stored.
+        if entry is None or entry.tenant != tenant or entry.depth is None:
+            raise PreviousResponseNotFound(id)
+        if entry.depth >= MAX_DEPTH:
+            raise HistoryTooLong(id, f"more than {MAX_DEPTH:,} responses")
+        if entry.history_bytes > most:
+            raise HistoryTooLong(id, f"more than {most:,} bytes (--max-body)")
+        return entry
+
+    def _read(self, id: str, entry: _Entry) -> StoredResponse:
+        row = self._db.execute("SELECT record FROM responses WHERE number = ?", (entry.number,)).fetchone()
+        record = _unpacked(entry.number, None if row is None else row[0])
+        if (record.id, record.tenant, record.parent) != (id, entry.tenant, entry.parent):
+            raise _Damage(f"response {entry.number} is another one")
+        return record.response
+
+    def _history(self, tenant: str, id: str, most: int) -> bytes:
+        newest = self._end_of_history(tenant, id, most)
+        path: list[tuple[str, _Entry]] = []
+        at: str | None = id
+        while at is not None:
+            entry = self._entries.get(at)
+            if entry is None or entry.tenant != tenant:  # it was deleted
+                raise PreviousResponseNotFound(id)
+            path.append((at, entry))
+            at = entry.parent
+        lists: list[bytes] = []
+        for each in reversed(path):
+            stored = self._read(*each)
+            lists += (stored.input, stored.output)
+        self._tenants[tenant].chains.move_to_end(newest.chain)
+        return b"[%s]" % b",".join(lists)
 
     def _delete(self, tenant: str, id: str) -> None:
+        entry = self._entry(tenant, id)
         with self._db:
-            row = self._db.execute(
-                "DELETE FROM responses WHERE id = ? AND tenant = ? RETURNING chain, stored_bytes",
-                (id, tenant),
-            ).fetchone()
-        if row is None:
-            raise ResponseNotFound(id)
+            self._delete_rows({id: entry})
+        self._remove(id)
         self._events["deleted"] += 1
-        chain, stored_bytes = row
-        self._count(tenant, chain, -stored_bytes, -1)
+        self._wipe_log()
 
-    def _history(self, tenant: str, id: str) -> list[Any]:
-        rows = self._db.execute(_HISTORY, {"id": id, "tenant": tenant}).fetchall()
-        # The first one has none before it: otherwise a response in between was deleted.
-        if not rows or rows[0][1] != 0:
-            raise PreviousResponseNotFound(id)
-        if len(rows) > MAX_DEPTH:
-            raise HistoryTooLong(id, f"more than {MAX_DEPTH:,} responses")
-        if sum(size for _, _, size in rows) > MAX_HISTORY_BYTES:
-            raise HistoryTooLong(id, f"more than {MAX_HISTORY_BYTES:,} bytes")
-        lists: list[bytes] = []
-        for each, _, _ in rows:
-            packed = self._db.execute("SELECT input, output FROM responses WHERE id = ?", (each,)).fetchone()
-            lists += map(zlib.decompress, packed)
-        text = b"[%s]" % b",".join(lists)
+    def _delete_rows(self, entries: Mapping[str, _Entry]) -> None:
+        if entries:
+            self._has_old_frames = True
+            numbers = [(entry.number,) for entry in entries.values()]
+            self._db.executemany("DELETE FROM responses WHERE number = ?", numbers)
+
+    def _wipe_log(self) -> None:
+        """Empties the write-ahead log: the text of removed rows stays in it otherwise."""
         try:
-            check_shape(text)
-        except JsonTooComplex as error:
-            raise HistoryTooLong(id, error.detail) from error
-        items = list(itertools.chain.from_iterable(_parsed(text)))
-        (chain,) = self._db.execute("SELECT chain FROM responses WHERE id = ?", (id,)).fetchone()
-        self._tenants[tenant].chains.move_to_end(chain)
-        return items
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            log.warning("text of removed responses stays in %s-wal for now: %s", self._path, error)
+        else:
+            self._has_old_frames = False
 
-    def _recount(self) -> None:
-        rows = self._db.execute(
-            "SELECT tenant, chain, SUM(stored_bytes), COUNT(*) FROM responses"
-            " GROUP BY tenant, chain ORDER BY MAX(number)"
-        ).fetchall()  # before any change: a file that cannot be read leaves the counts as they are
-        self._tenants, self._stored_bytes, self._entries = {}, 0, 0
-        for tenant, chain, stored_bytes, entries in rows:
-            self._count(tenant, chain, stored_bytes, entries)
+    # ---- entries
 
-    def _count(self, tenant: str, chain: str, stored_bytes: int, entries: int) -> None:
-        """Counts entries that were added or removed. Adding makes the chain the one that was used last."""
-        of_tenant = self._tenants.setdefault(tenant, _Tenant(OrderedDict()))
-        of_chain = of_tenant.chains.setdefault(chain, _Chain())
-        for counted in (of_chain, of_tenant):
-            counted.stored_bytes += stored_bytes
-            counted.entries += entries
-        self._stored_bytes += stored_bytes
-        self._entries += entries
-        if entries > 0:
-            of_tenant.chains.move_to_end(chain)
-        if of_chain.entries == 0:
-            del of_tenant.chains[chain]
-        if of_tenant.entries == 0:
-            del self._tenants[tenant]
+    def _add(self, id: str, entry: _Entry) -> None:
+        """Adds an entry. Its chain becomes the one that was used last."""
+        of_tenant = self._tenants.setdefault(entry.tenant, _Tenant())
+        of_chain = of_tenant.chains.setdefault(entry.chain, _Chain())
+        of_chain.ids[id] = None
+        of_tenant.chains.move_to_end(entry.chain)
+        of_tenant.stored_bytes += entry.stored_bytes
+        of_tenant.entries += 1
+        self._entries[id] = entry
+        self._stored_bytes += entry.stored_bytes
+        self._last_number = max(self._last_number, entry.number)
 
-    def _evict(self) -> int:
-        """Removes chains until the rest fits, in an open transaction. Returns the number of removed responses.
+    def _remove(self, id: str) -> _Entry:
+        entry = self._entries.pop(id)
+        self._stored_bytes -= entry.stored_bytes
+        of_tenant = self._tenants[entry.tenant]
+        of_tenant.stored_bytes -= entry.stored_bytes
+        of_tenant.entries -= 1
+        of_chain = of_tenant.chains[entry.chain]
+        del of_chain.ids[id]
+        if not of_chain.ids:
+            del of_tenant.chains[entry.chain]
+        if not of_tenant.chains:
+            del self._tenants[entry.tenant]
+        return entry
+
+    def _chosen_for_eviction(self) -> dict[str, _Entry]:
+        """Removes the entries of chains until the rest fits, and returns them. Their rows are still there.
 
         The tenant that has the most loses the chain that it has not used for longest.
         """
-        before = self._entries
-        while self._stored_bytes > self._limit_bytes or self._entries > MAX_RESPONSES:
+        removed: dict[str, _Entry] = {}
+        while self._stored_bytes > self._limit_bytes or len(self._entries) > MAX_RESPONSES:
             by_bytes = self._stored_bytes > self._limit_bytes
-            tenant, of_tenant = max(
-                self._tenants.items(), key=lambda each: each[1].stored_bytes if by_bytes else each[1].entries
+            most = max(
+                self._tenants.values(), key=lambda each: each.stored_bytes if by_bytes else each.entries
             )
-            chain, of_chain = next(iter(of_tenant.chains.items()))
-            self._db.execute("DELETE FROM responses WHERE tenant = ? AND chain = ?", (tenant, chain))
-            self._count(tenant, chain, -of_chain.stored_bytes, -of_chain.entries)
-        return before - self._entries
+            for id in list(next(iter(most.chains.values())).ids):
+                removed[id] = self._remove(id)
+        return removed
 
-    def _sealing_key(self) -> bytes:
+    # ---- the database
+
+    def _read_rows(self) -> None:
+        for number, row in self._db.execute("SELECT number, record FROM responses ORDER BY number"):
+            record = _unpacked(number, row)
+            if record.id in self._entries:
+                raise _Damage(f"response {number} is there twice")
+            self._add(record.id, self._new_entry(number, record, len(row)))
+
+    def _read_key(self) -> bytes | None:
+        row = self._db.execute("SELECT value, checksum FROM keys WHERE name = ?", (_KEY,)).fetchone()
+        if row is None:
+            return None
+        key, checksum = row
+        if not isinstance(key, bytes) or _checksum(0, key) != checksum:
+            raise _Damage("the sealing key has changed")
+        return key
+
+    def _write_key(self, key: bytes) -> bytes:
         with self._db:
-            self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (_KEY, token_bytes(32)))
-        (key,) = self._db.execute("SELECT value FROM keys WHERE name = ?", (_KEY,)).fetchone()
-        return bytes(key)
+            self._db.execute("INSERT INTO keys VALUES (?, ?, ?)", (_KEY, key, _checksum(0, key)))
+        return key
 
 
 def _connect(path: str) -> sqlite3.Connection:
@@ -340,38 +493,119 @@ def _connect(path: str) -> sqlite3.Connection:
     try:
         for setting in (
             "locking_mode=EXCLUSIVE",
+            f"page_size={_PAGE_BYTES}",
             "auto_vacuum=INCREMENTAL",
             "journal_mode=WAL",
             "synchronous=NORMAL",  # the last responses may be lost with the machine, the rest never
             f"journal_size_limit={MIB}",
-            "secure_delete=ON",  # the text of a deleted response does not stay in the file
+            "secure_delete=ON",  # overwrites deleted rows; _packed tells where it does not
+            "temp_store=MEMORY",
+            "cell_size_check=ON",
         ):
             db.execute(f"PRAGMA {setting}").fetchall()
-        (health,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if health != "ok":
-            raise sqlite3.DatabaseError(health)
-        db.executescript(_SCHEMA)
-    except BaseException:
+        db.execute("BEGIN IMMEDIATE")
+        with db:
+            _refuse_changed(db)
+    except BaseException as error:
         db.close()
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY:
+            # The file itself can be written (_make_private): its header says something else.
+            raise _Damage(str(error)) from error
         raise
     return db
 
 
-def _set_aside(path: Path, error: sqlite3.Error) -> None:
+def _refuse_changed(db: sqlite3.Connection) -> None:
+    """Creates the tables of an empty database. Raises sqlite3.Error for one that is damaged or not of this store."""
+    (health,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if health != "ok":
+        raise _Damage(health)
+    tables = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master ORDER BY name")]
+    if not tables:
+        for statement in _SCHEMA:
+            db.execute(statement)
+    elif tables != list(_SCHEMA):
+        raise _Damage("its tables are not those of this version")
+
+
+def _checksum(number: int, content: bytes) -> bytes:
+    return hashlib.blake2b(
+        content, digest_size=_CHECKSUM_BYTES, salt=number.to_bytes(8, "big", signed=True)
+    ).digest()
+
+
+def _packed(number: int, record: _Record) -> bytes:
+    """Returns the row of a record. It is longer than the record, so that no text is in a page of SQLite's tree.
+
+    SQLite moves rows between the pages of its tree and leaves copies behind, which `secure_delete` does not find. The
+    other pages of a row are never copied, and overwritten when the row is deleted. A row has zeros in the place of
+    what is in the tree, and such a length that this is as little as possible.
+    """
+    texts = (record.response.head, record.response.input, record.response.output)
+    fields = json.dumps([record.id, record.tenant, record.parent, *map(len, texts)]).encode()
+    content = b"".join([b"%d " % len(fields), fields, *texts])
+    packed = b"".join([bytes(_LEAST_IN_TREE), b"%d " % len(content), _checksum(number, content), content])
+    elsewhere = _PAGE_BYTES - 4  # of a row in each page outside of the tree
+    pages = max(1, math.ceil((len(packed) - _LEAST_IN_TREE) / elsewhere))
+    length = _LEAST_IN_TREE + pages * elsewhere - _row_header_bytes(_LEAST_IN_TREE + pages * elsewhere)
+    if length < len(packed):
+        length += elsewhere
+    return packed + bytes(length - len(packed))
+
+
+def _row_header_bytes(row_bytes: int) -> int:
+    """Returns the bytes that SQLite puts before the one value of a row: sizes, of which each byte has seven bits."""
+    return 2 + math.ceil((2 * row_bytes + 12).bit_length() / 7)
+
+
+def _unpacked(number: int, row: object) -> _Record:
+    """Returns the record of a row. Raises sqlite3.Error for one that has changed."""
+    try:
+        assert isinstance(row, bytes)
+        length, _, rest = row[_LEAST_IN_TREE:].partition(b" ")
+        content = rest[_CHECKSUM_BYTES : _CHECKSUM_BYTES + int(length)]
+        assert _checksum(number, content) == rest[:_CHECKSUM_BYTES]
+        assert not any(row[:_LEAST_IN_TREE])
+    except (AssertionError, ValueError) as error:
+        raise _Damage(f"the content of response {number} has changed") from error
+    # As it was written: the checksum is right.
+    fields_bytes, _, rest = content.partition(b" ")
+    id, tenant, parent, *lengths = json.loads(rest[: int(fields_bytes)])
+    ends = list(itertools.accumulate([int(fields_bytes), *lengths]))
+    return _Record(id, tenant, parent, StoredResponse(*(rest[a:b] for a, b in itertools.pairwise(ends))))
+
+
+def _is_damage(error: Exception) -> bool:
+    """Returns whether the content of the database is to blame for an error, and not the disk or another process."""
+    if isinstance(error, UnicodeDecodeError):  # of the names in the message of another error
+        return True
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return isinstance(error, sqlite3.Error) and (code is None or code & 0xFF not in _CIRCUMSTANCES)
+
+
+def _make_private(path: Path) -> None:
+    """Makes a file that only this user can read, or makes an existing one so. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    for file in (path, *map(path.with_name, _names_beside(path))):
+        with suppress(FileNotFoundError):
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+
+
+def _set_aside(path: Path, error: Exception) -> None:
     """Renames a damaged database. Raises OSError."""
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
     path.rename(aside)
-    for suffix in ("-wal", "-shm", "-journal"):
+    for name, new_name in zip(_names_beside(path), _names_beside(aside), strict=True):
         with suppress(FileNotFoundError):
-            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+            path.with_name(name).rename(path.with_name(new_name))
+    reason = " ".join(str(error).split())
     log.warning(
-        "%s is damaged (%s). It is now %s, and the store of responses is empty.", path, error, aside.name
+        "%s is damaged (%s). It is now %s, and the store of responses is empty.", path, reason, aside.name
     )
 
 
-def _unpacked(packed: bytes) -> Any:
-    return _parsed(zlib.decompress(packed))
-
-
-def _parsed(text: bytes) -> Any:
-    return json.loads(text.decode(errors="surrogatepass"))
+def _names_beside(path: Path) -> list[str]:
+    """Returns the names of the files that SQLite has beside a database."""
+    return [f"{path.name}{suffix}" for suffix in ("-wal", "-shm", "-journal")]

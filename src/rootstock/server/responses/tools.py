@@ -15,6 +15,7 @@ from rootstock.engine.conversation.openai import custom_tool
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.limits import (
     MAX_NAME_CHARS,
+    MAX_TEMPLATE_CHARS,
     MAX_TOOLS,
     MAX_TOOLS_CHARS,
     refuse_deep,
@@ -87,6 +88,8 @@ class Toolbox:
     shown: list[Tool] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # types of tools that are not shown
     _by_name: dict[str, ClientTool] = field(default_factory=dict)  # by the name that the model sees
+    # By type and each name, made for the first choice of a tool: requests choose after all tools were added.
+    _shown: dict[tuple[str, str], str] | None = None
 
     def client_tool(self, name: str) -> ClientTool:
         """Returns the client's name of a tool that the model calls."""
@@ -94,10 +97,12 @@ class Toolbox:
 
     def find(self, kind: str, name: str) -> str | None:
         """Returns the name that the model sees of a tool that the client names by its type and name."""
-        for shown, tool in self._by_name.items():
-            if tool.kind.value == kind and name in (tool.name, shown):
-                return shown
-        return None
+        if self._shown is None:
+            self._shown = {}
+            for shown, tool in self._by_name.items():
+                for known in (tool.name, shown):
+                    self._shown.setdefault((tool.kind.value, known), shown)
+        return self._shown.get((kind, name))
 
     def add(self, tools: Sequence[Any], path: str) -> None:
         """Adds the tools of a request. Raises InvalidParameter, MissingParameter and Unsupported."""
@@ -142,6 +147,7 @@ class Toolbox:
         if _is_search_by_client(tool):
             return [(ClientTool(Kind.TOOL_SEARCH, "tool_search"), _search(tool, path))]
         if kind in _IGNORED or kind == "tool_search":
+            refuse_large(tool, path, MAX_TEMPLATE_CHARS)  # no prompt has it, and the response repeats it
             self.ignored.append(str(kind))
             return []
         if not isinstance(kind, str):
@@ -153,6 +159,13 @@ class Toolbox:
     def only(self, names: Sequence[str]) -> None:
         """Shows no tools but these."""
         self.shown = [tool for tool in self.shown if tool.name in names]
+
+
+def echoed_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a client's tool as the response repeats it: a function has all of its fields."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False, **tool}
 
 
 def shown_name(name: str, namespace: str | None) -> str:

@@ -76,7 +76,7 @@ from rootstock.tiers.disk.reports import (
 )
 from rootstock.tiers.disk.segments import Segments, segment_number
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
-from rootstock.units import MIB
+from rootstock.units import MIB, in_units
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,12 @@ class DiskTier:
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
-                _log.warning("The index of %s is unreadable (%s): the disk tier starts empty.", folder, error)
+                _log.warning(
+                    "The index of %s is unreadable (%s): the disk tier starts empty, without the %s there.",
+                    folder,
+                    error,
+                    in_units(usage.total_bytes),
+                )
                 lost = 1
                 for name in INDEX_NAMES:
                     with suppress(FileNotFoundError):
@@ -200,6 +205,7 @@ class DiskTier:
         tier.counts.indexes_lost = lost
         tier._room.counts = counts
         tier._tidy()
+        tier._tell_what_the_start_removed(usage)
         return tier
 
     @staticmethod
@@ -523,8 +529,9 @@ class DiskTier:
         except sqlite3.Error as error:
             self._index_fault(error)
 
-    def clear(self, namespace: bytes | None = None) -> None:
-        """Removes every record, or those of a namespace. Loads in progress are not affected."""
+    def clear(self, namespace: bytes | None = None) -> bool:
+        """Removes every record, or those of a namespace. Loads in progress are not affected. Returns False if the
+        disk fails, and records may remain."""
         try:
             # Read before the lock is taken, so that stores continue while all rows are read.
             of_namespace = None if namespace is None else self._keys_of(namespace)
@@ -535,8 +542,9 @@ class DiskTier:
         except _FAULTS as error:
             with self._storing:
                 self._fault(error)
-            return
+            return False
         self._tell_gone(keys)
+        return True
 
     def _keys_of(self, namespace: bytes) -> list[RecordKey]:
         return [
@@ -792,6 +800,24 @@ class DiskTier:
         loaded = self._read(fd, row.place, identity, None)
         return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
 
+    def _tell_what_the_start_removed(self, found: Usage) -> None:
+        """Warns of records that had to go for --disk-budget before the first request. They may be another model's:
+        records of all models in a directory share its budget."""
+        if found.charged_bytes <= self._room.budget.usable_bytes:
+            return  # whatever is gone now was dead
+        with suppress(OSError):
+            left = measure(self._files, self._folder, 0)
+            removed = found.segment_bytes + found.foreign_bytes - left.segment_bytes - left.foreign_bytes
+            if removed > 0:
+                _log.warning(
+                    "The start has removed %s of %s in %s, because --disk-budget is %s. They may be of another model "
+                    "that has used the directory.",
+                    in_units(removed),
+                    in_units(found.total_bytes),
+                    self._folder,
+                    in_units(self._room.budget.cap_bytes),
+                )
+
     def _tidy(self) -> None:
         """Repairs the directory after a crash, a smaller cap or outside changes: rows without bytes, bytes without
         rows, and usage over the cap."""
@@ -836,3 +862,19 @@ def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:
     if into is not None:
         return views_of(into)
     return [memoryview(bytearray(length)) for length in head.buffer_bytes]
+
+
+def clear_directory(folder: Path, namespaces: Sequence[bytes]) -> str | None:
+    """Removes the records of namespaces from a directory that no tier has open; without any, all.
+
+    Returns the reason if some may remain."""
+    if not (folder / LOCK_NAME).is_file():
+        return None  # no tier has written here
+    tier = DiskTier.open_as_found(folder)
+    if isinstance(tier, Off):
+        return tier.reason
+    try:
+        is_cleared = [tier.clear(namespace) for namespace in namespaces or (None,)]
+        return None if all(is_cleared) else getattr(tier.state, "reason", "the disk failed")
+    finally:
+        tier.close()

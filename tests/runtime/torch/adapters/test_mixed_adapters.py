@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rootstock.errors import AdapterUnusable
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
 from rootstock.runtime.torch import memory_fit
+from rootstock.runtime.torch.adapters import adapters
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.driving import allocate, random_tokens
 from twins.torch_models import load
@@ -211,6 +213,40 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     assert "LlamaRMSNorm" in refusal(runtime, changed(**more))
     del tensors[b]
     assert "no B" in refusal(runtime, changed())
+
+
+@pytest.mark.parametrize("shape", [(4, 2**20), (2**20, 4), (4, 2**10, 2**10), (2**22,), (4096, 64), (0, 64)])
+def test_a_tensor_of_an_absurd_shape_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    save(tmp_path / "m", "llama")
+    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    [query, *_] = linears_of(base, "q_proj")
+    made = save_adapter(tmp_path / "a", base, [query])
+    name, end = f"{PREFIX}{query}.lora_A.weight", 4 * math.prod(shape)
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+    with (made / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)  # a file with a hole: it takes no place on the disk
+
+    def read(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    opened = adapters.safe_open
+
+    class WithoutTensors:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self._file = opened(*given, **options)
+
+        def __enter__(self) -> WithoutTensors:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        get_tensor = read
+
+    monkeypatch.setattr(adapters, "safe_open", WithoutTensors)
+    assert "of shape" in refusal(runtime, made)
 
 
 def test_an_adapter_whose_rows_would_be_wrong_is_refused(

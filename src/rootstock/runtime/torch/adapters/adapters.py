@@ -146,9 +146,9 @@ class Adapters:
                 "has a weight that the model's code reads itself, past the layer: merge the adapter instead"
             )
         scalings = source.scalings
+        # By the shapes of the file's header: a tensor that fits no module is never read.
+        refuse_misfit(module, files.shapes, scalings.rank_of(name), dora=scalings.with_magnitudes)
         tensors: dict[Role, Tensor] = {role: opened.get_tensor(key) for role, key in files.names.items()}
-        shapes: dict[Role, tuple[int, ...]] = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
-        refuse_misfit(module, shapes, scalings.rank_of(name), dora=scalings.with_magnitudes)
         for role, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise Refused(f"has {role} with numbers that are not finite")

@@ -5,49 +5,95 @@ import { Chat } from "./chat.js";
 import { byId, confirmed, el, fill, toast } from "./dom.js";
 import { Feed } from "./feed.js";
 import { count } from "./format.js";
-import { showMisses, showVolatile } from "./misses.js";
+import { ageMisses, showMisses, showVolatile } from "./misses.js";
+import { Models, hasCache } from "./models.js";
 import { showMemory, showRates } from "./overview.js";
 import { Pins } from "./pins.js";
 import { Requests } from "./requests.js";
 import { TreePanel } from "./tree_panel.js";
 
-const models = /** @type {HTMLSelectElement} */ (byId("model"));
+const NOT_LOADED = "not loaded"; // the state of a model that has no figures now
+const AGAIN_MS = 20_000; // between two looks at the session and the pins
+const chosen = /** @type {HTMLSelectElement} */ (byId("model"));
 const theme = /** @type {HTMLSelectElement} */ (byId("theme"));
 /** @type {any} */
 let session = {};
 /** @type {any} */
 let latest = { sections: {} };
+let drains = false;
 
-const model = () => models.value;
+const model = () => chosen.value;
 const requests = new Requests(model);
 const pins = new Pins(model, () => tree.load());
 const tree = new TreePanel(model, (node) => pins.buttons(node));
-new Chat(model, () => latest.sections.requests ?? {});
+const chat = new Chat(model, () => latest.sections.requests ?? {});
+const models = new Models(model, (name) => { chosen.value = name; watch(); });
 
 const feed = new Feed((state, changed) => {
   latest = state;
   const { sections } = state;
-  if (changed.has("health")) status(sections.health.alive ? "ok" : "bad", sections.health.alive ? "live" : sections.health.detail);
+  if (changed.has("server")) useServer(sections.server);
+  if (changed.has("health") || changed.has("server")) showHealth(sections.health);
   if (changed.has("pool") || (changed.has("health") && session.sees !== "all")) showMemory(sections.pool);
-  if (changed.has("rates")) showRates(sections.rates);
-  if (changed.has("requests")) requests.show(state);
+  if (changed.has("rates")) showRates(sections.rates, sections.pool);
+  if (changed.has("requests") || changed.has("open") || changed.has("rates")) requests.show(state);
   if (changed.has("misses")) showMisses(state);
   if (changed.has("volatile")) showVolatile(sections.volatile);
-}, (kind) => {
-  if (kind === "lost") status("bad", "the server is away: connecting again");
-  if (kind === "full") status("bad", "too many pages watch this server: trying again");
-  if (kind === "gone") status("bad", "the model is not loaded now: a request loads it");
+}, (kind, server) => {
+  if (server) useServer(server);
+  if (kind === "lost") away();
+  if (kind === "full") status("bad", "too many pages", "Too many pages watch this server. This one tries again.");
+  if (kind === "gone") status("warn", NOT_LOADED, models.absence(model()) || "The model is being loaded.");
 }, begin);
 
-/** @param {"ok"|"bad"} kind @param {string} text */
-function status(kind, text) {
+/**
+ * Shows the state of the server in the head, and what is wrong in a banner that stays in view.
+ * @param {"ok"|"warn"|"bad"} kind @param {string} text @param {string} [banner]
+ */
+function status(kind, text, banner = "") {
   byId("status").className = kind;
-  if (byId("status-text").textContent !== text) byId("status-text").textContent = text;
+  for (const [id, words] of [["status-text", text], ["banner", banner]]) if (byId(id).textContent !== words) byId(id).textContent = words;
+  byId("banner").className = kind;
+  byId("banner").hidden = !banner;
+  byId("panels").classList.toggle("stale", kind === "bad");
+  byId("panels").classList.toggle("absent", text === NOT_LOADED);
+  const rests = kind === "bad" || drains;
+  /** @type {HTMLButtonElement} */ (byId("clear")).disabled = rests || session.sees === "nothing";
+  chat.rest(drains || text === "away");
+}
+
+function away() {
+  status("bad", "away", "The server is away: the page shows its last state, and connects again when it answers.");
+}
+
+/** @param {any} health */
+function showHealth(health) {
+  if (!health) return;
+  const absent = models.absence(model());
+  if (!health.alive) status(absent ? "warn" : "bad", absent ? NOT_LOADED : "stopped", absent || `The engine does not work: ${health.detail}.`);
+  else if (drains) status("warn", "draining", "The server is draining: it ends when the running requests have ended, and takes no new ones.");
+  else status("ok", "live");
+}
+
+/** Takes the models and the state of the whole server. @param {any} server */
+function useServer(server) {
+  drains = server.draining;
+  const before = chosen.value;
+  const shown = server.models.filter(hasCache);
+  const options = shown.map((/** @type {any} */ one) => [one.name, one.status === "loaded" ? one.name : `${one.name} (not loaded)`]);
+  if (JSON.stringify(options) !== chosen.dataset.options) {
+    chosen.dataset.options = JSON.stringify(options);
+    fill(chosen, ...options.map((/** @type {string[]} */ [value, text]) => el("option", { value }, text)));
+    const first = shown.find((/** @type {any} */ one) => one.status === "loaded") ?? shown[0];
+    chosen.value = shown.some((/** @type {any} */ one) => one.name === before) ? before : first?.name ?? "";
+  }
+  models.update(server, session.sees === "all");
 }
 
 /** Asks for the session, and shows the panels or the login. @returns {Promise<boolean>} whether there is a session */
 async function begin() {
   const told = await (await ask("dashboard/session")).json();
+  if (session.version && told.version !== session.version) location.reload(); // these are another version's files
   useSession(told);
   return !told.login;
 }
@@ -68,31 +114,30 @@ function useSession(told) {
     byId("key").focus();
     return;
   }
-  const before = models.value;
-  fill(models, ...told.models.map((/** @type {string} */ name) => el("option", { value: name }, name)));
-  if (told.models.includes(before)) models.value = before;
   const notes = { all: "", tenant: `You see the prefixes and requests of ${told.tenant}.`, nothing: "This key is bound to no tenant: it shows no prefixes or requests. The operator's key shows all." };
   const note = notes[/** @type {"all"} */ (told.sees)];
   byId("note").textContent = note;
   byId("note").hidden = !note;
-  /** @type {HTMLButtonElement} */ (byId("clear")).disabled = told.sees === "nothing";
-  if (!told.models.length) {
+  const before = chosen.value;
+  useServer(told.server);
+  if (!model()) {
     feed.close();
     tree.stop();
-    status("bad", "no model is loaded: a request loads one");
-  } else if (wasOut || before !== models.value) {
+    status("ok", "live", "This server has no model that generates text: there is no cache to show.");
+  } else if (wasOut || before !== model()) {
     watch();
   }
 }
 
 function watch() {
-  tree.serial = null;
-  feed.open(model());
+  tree.clear();
+  feed.open(model(), session.page);
   tree.load();
   pins.load(session.sees !== "nothing");
+  models.update({ models: models.all, draining: drains }, session.sees === "all");
 }
 
-models.addEventListener("change", watch);
+chosen.addEventListener("change", watch);
 
 byId("login-form").addEventListener("submit", async (event) => {
   event.preventDefault();
@@ -140,10 +185,18 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tree
 useTheme();
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) feed.close();
-  else if (session.models?.length) { feed.open(model()); tree.load(); }
+  else if (model() && !session.login) { feed.open(model(), session.page); tree.load(); }
 });
 
-// Models are loaded and unloaded while the page is open.
-setInterval(() => { if (!document.hidden && session.models) begin().catch(() => undefined); }, 20_000);
+setInterval(() => { if (!document.hidden && latest.at) ageMisses(latest); }, 1000);
 
-begin().catch(() => { status("bad", "the server is away: reload the page"); setTimeout(() => location.reload(), 5000); });
+// Sessions end, and pins are dropped, while the page is open.
+setInterval(() => {
+  if (document.hidden || !session.server) return;
+  begin().then((is) => { if (is) pins.load(session.sees !== "nothing"); }).catch(() => undefined);
+}, AGAIN_MS);
+
+function first() {
+  begin().catch(() => { away(); setTimeout(first, 2000); });
+}
+first();

@@ -13,6 +13,7 @@ export class Chat {
     this.messages = [];
     /** @type {AbortController|null} */
     this.running = null;
+    this.rests = false; // the server takes no requests now
     byId("chat-form").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     byId("chat-stop").addEventListener("click", () => this.running?.abort());
     byId("chat-new").addEventListener("click", () => { this.running?.abort(); this.messages = []; byId("chat-log").replaceChildren(); });
@@ -24,9 +25,10 @@ export class Chat {
   async send() {
     const box = /** @type {HTMLTextAreaElement} */ (byId("chat-text"));
     const text = box.value.trim();
-    if (!text || this.running) return;
+    if (!text || this.running || this.rests) return;
     box.value = "";
-    this.messages.push({ role: "user", content: text });
+    const own = this.messages; // New chat replaces them
+    own.push({ role: "user", content: text });
     this.append("user", text);
     const running = this.running = new AbortController();
     this.busy(true);
@@ -37,7 +39,7 @@ export class Chat {
     const ticking = setInterval(tell, 200);
     try {
       const max = Number(/** @type {HTMLInputElement} */ (byId("chat-max")).value) || 256;
-      const json = { model: this.model(), messages: this.messages, stream: true, stream_options: { include_usage: true }, max_completion_tokens: max };
+      const json = { model: this.model(), messages: own, stream: true, stream_options: { include_usage: true }, max_completion_tokens: max };
       const response = await ask("v1/chat/completions", { method: "POST", json, signal: running.signal });
       for await (const chunk of events(response)) {
         if (chunk.error) throw new Error(chunk.error.message);
@@ -60,7 +62,8 @@ export class Chat {
     } finally {
       clearInterval(ticking);
       tell();
-      this.messages.push({ role: "assistant", content: answer.text });
+      if (answer.text) own.push({ role: "assistant", content: answer.text });
+      else own.pop(); // a question without an answer is not asked again
       if (this.running === running) { this.running = null; this.busy(false); }
       box.focus();
     }
@@ -88,9 +91,15 @@ export class Chat {
     return { bubble, words, figures };
   }
 
+  /** @param {boolean} is whether the server takes no requests now */
+  rest(is) {
+    this.rests = is;
+    /** @type {HTMLButtonElement} */ (byId("chat-send")).disabled = is || this.running !== null;
+  }
+
   /** @param {boolean} is */
   busy(is) {
-    /** @type {HTMLButtonElement} */ (byId("chat-send")).disabled = is;
+    /** @type {HTMLButtonElement} */ (byId("chat-send")).disabled = is || this.rests;
     /** @type {HTMLButtonElement} */ (byId("chat-stop")).disabled = !is;
     byId("chat-log").setAttribute("aria-busy", String(is)); // a screen reader reads the whole answer at its end
   }

@@ -24,10 +24,19 @@ export function el(tag, props = {}, ...children) {
 /** @param {HTMLElement} parent @param {...Node} children */
 export const fill = (parent, ...children) => parent.replaceChildren(...children);
 
-/** A table with a head. @param {[string, string?][]} head @param {HTMLElement[]} rows @param {string} caption */
-export function table(head, rows, caption) {
+/**
+ * A table with a head. One with a class of its own may be laid out as blocks on a narrow screen: roles keep it a table for
+ * screen readers. @param {[string, string?][]} head @param {HTMLElement[]} rows @param {string} caption @param {string} [kind]
+ */
+export function table(head, rows, caption, kind) {
   const cells = head.map(([text, kind]) => el("th", { scope: "col", class: kind }, text));
-  return el("table", {}, el("caption", { class: "sr" }, caption), el("thead", {}, el("tr", {}, ...cells)), el("tbody", {}, ...rows));
+  const made = el("table", { class: kind }, el("caption", { class: "sr" }, caption), el("thead", {}, el("tr", {}, ...cells)), el("tbody", {}, ...rows));
+  if (kind) {
+    const roles = [["thead, tbody", "rowgroup"], ["tr", "row"], ["th", "columnheader"], ["td", "cell"]];
+    made.setAttribute("role", "table");
+    for (const [where, role] of roles) for (const one of made.querySelectorAll(where)) one.setAttribute("role", role);
+  }
+  return made;
 }
 
 /** A legend of colours. @param {HTMLElement} list @param {[string, string][]} entries class or colour, and name */

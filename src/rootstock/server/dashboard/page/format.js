@@ -5,6 +5,11 @@ const NUMBER = new Intl.NumberFormat("en-US");
 /** @param {number} value */
 export const count = (value) => NUMBER.format(Math.round(value));
 
+const LARGE = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 4 });
+
+/** A number in a narrow table. @param {number} value */
+export const compact = (value) => value < 1e6 ? count(value) : LARGE.format(value);
+
 /** @param {number} bytes */
 export function bytes(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -24,6 +29,14 @@ export function duration(seconds) {
 
 /** @param {number} part @param {number} whole */
 export const percent = (part, whole) => whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–";
+
+const SHORT = 30, END = 11; // characters of a name, and of its end
+
+/** A name in a table: a long one without its middle. @param {string} name */
+export function short(name) {
+  const letters = [...name];
+  return letters.length <= SHORT ? name : `${letters.slice(0, SHORT - END - 1).join("")}…${letters.slice(-END).join("")}`;
+}
 
 /** @param {{tenant: string, adapter?: string}} root */
 export const tenantName = (root) => (root.tenant || "no tenant") + (root.adapter ? ` · ${root.adapter}` : "");

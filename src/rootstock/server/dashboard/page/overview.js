@@ -1,7 +1,7 @@
 /** The panels of memory and of prompt tokens by source. */
 
 import { byId, el, fill, table } from "./dom.js";
-import { bytes, count, percent } from "./format.js";
+import { bytes, compact, count, percent } from "./format.js";
 
 /**
  * A stacked bar with its numbers in text. @param {string} name @param {string} value
@@ -38,46 +38,53 @@ export function showMemory(pool) {
     (/** @type {any} */ family) => [["live", family.live / pool.budget], ["cached", family.cached / pool.budget]],
   )));
   if (pool.families.length === 1) rows.shift();
-  if (pool.tier) {
-    const tier = pool.tier;
-    const moving = tier.loading ? ` · ${tier.loading} loading` : "";
-    rows.push(stacked(`tier (${tier.state})`, `${bytes(tier.used)} of ${bytes(tier.cap)}${moving}`, [
-      ["loaded", (tier.used - tier.foreign) / tier.cap], ["foreign", tier.foreign / tier.cap],
+  for (const tier of pool.tiers ?? []) {
+    rows.push(stacked(tier.name, `${bytes(tier.used)} of ${bytes(tier.cap)}`, [
+      [tier.name === "disk" ? "disk" : "host", (tier.used - tier.foreign) / tier.cap], ["foreign", tier.foreign / tier.cap],
     ]));
   }
   const entries = [["live", "in use"], ["cached", "cached"]];
-  if (pool.tier) entries.push(["loaded", "stored"], ["foreign", "of other models"]);
+  for (const tier of pool.tiers ?? []) entries.push(tier.name === "disk" ? ["disk", "on disk"] : ["host", "in host memory"]);
+  if (pool.tiers?.some((/** @type {any} */ tier) => tier.foreign)) entries.push(["foreign", "of other models"]);
   fill(box, ...rows, keys(entries));
   if (pool.families.length === 1) {
-    box.prepend(el("p", { class: "hint" }, `${bytes(pool.used)} of ${bytes(pool.budget)} (${percent(pool.used, pool.budget)})`));
+    box.prepend(el("p", { class: "hint" }, `${bytes(pool.used)} of ${bytes(pool.budget)} are used (${percent(pool.used, pool.budget)}).`));
   }
+  const moves = pool.tier ? [
+    pool.tier.state === "ready" ? "" : `The tier is ${pool.tier.state}.`,
+    pool.tier.loading ? `Prefixes being loaded: ${count(pool.tier.loading)}.` : "",
+    pool.tier.storing ? `${bytes(pool.tier.storing)} wait to be stored.` : "",
+  ].filter(Boolean) : [];
+  if (moves.length) box.append(el("p", { class: "hint" }, moves.join(" ")));
 }
 
 const WINDOWS = [["60", "1 min"], ["300", "5 min"], ["900", "15 min"]];
 
-/** @param {any} rates */
-export function showRates(rates) {
+/** Where the K/V of a prompt's token comes from: its name in the feed, its class, and its name for people. */
+const SOURCES = [["memory", "memory-c", "memory"], ["host", "host", "host memory"], ["disk", "disk", "disk"], ["computed", "computed", "computed"]];
+
+/** @param {any} rates @param {any} pool */
+export function showRates(rates, pool) {
+  const tiers = (pool?.tiers ?? []).map((/** @type {any} */ tier) => tier.name);
+  const sources = SOURCES.filter(([key, , name]) => key === "memory" || key === "computed" || tiers.includes(name) || rates.windows["900"][key]);
   const rows = WINDOWS.map(([seconds, name]) => {
     const hits = rates.windows[seconds];
-    const all = hits.memory + hits.loaded + hits.computed;
-    return stacked(name, all ? `${percent(hits.memory + hits.loaded, all)} hit · ${count(all)} tokens` : "no prompts", all ? [
-      ["memory-c", hits.memory / all], ["loaded", hits.loaded / all], ["computed", hits.computed / all],
-    ] : []);
+    const all = SOURCES.reduce((sum, [key]) => sum + hits[key], 0);
+    return stacked(name, all ? `${percent(all - hits.computed, all)} hit · ${count(all)} tokens` : "no prompts",
+      all ? SOURCES.map(([key, look]) => [look, hits[key] / all]) : []);
   });
-  const cells = WINDOWS.map(([seconds, name]) => {
-    const hits = rates.windows[seconds];
-    return el("tr", {}, el("th", { scope: "row" }, name), ...[hits.requests, hits.memory, hits.loaded, hits.computed].map(
-      (value) => el("td", { class: "n" }, count(value)),
-    ));
-  });
+  const cells = [["requests", "", "prompts"], ...sources].map(([key, , name]) => el("tr", {}, el("th", { scope: "row" }, name), ...WINDOWS.map(
+    ([seconds]) => el("td", { class: "n", title: count(rates.windows[seconds][key]) }, compact(rates.windows[seconds][key])),
+  )));
   const detail = el("details", {}, el("summary", {}, "As a table"), table(
-    [["window"], ["prompts", "n"], ["memory", "n"], ["disk", "n"], ["computed", "n"]], cells, "Prompt tokens by source",
+    [["tokens from"], ...WINDOWS.map(([, name]) => /** @type {[string, string]} */ ([name, "n"]))], cells, "Prompt tokens by source",
   ));
   detail.toggleAttribute("open", Boolean(byId("rates").querySelector("details")?.open));
-  fill(byId("rates"), ...rows, keys([["memory-c", "memory"], ["loaded", "disk"], ["computed", "computed"]]), sparkline(rates.history), detail);
+  const axis = el("div", { class: "axis hint" }, el("span", {}, "15 min ago"), el("span", {}, "every 10 s"), el("span", {}, "now"));
+  fill(byId("rates"), ...rows, keys(sources.map(([, look, name]) => [look, name])), sparkline(rates.history), axis, detail);
 }
 
-/** The hit rate of each 10 seconds of the last quarter of an hour. @param {number[][]} history */
+/** The sources of the prompt tokens of each 10 seconds of the last quarter of an hour. @param {number[][]} history */
 function sparkline(history) {
   const space = "http://www.w3.org/2000/svg";
   const drawing = document.createElementNS(space, "svg");
@@ -86,21 +93,22 @@ function sparkline(history) {
   drawing.setAttribute("preserveAspectRatio", "none");
   drawing.setAttribute("role", "img");
   const known = history.filter((hits) => hits.length);
-  const all = known.reduce((sum, hits) => sum + hits[0] + hits[1] + hits[2], 0);
-  const found = known.reduce((sum, hits) => sum + hits[0] + hits[1], 0);
+  const sumOf = (/** @type {number[]} */ hits) => hits.reduce((sum, tokens) => sum + tokens, 0);
+  const all = known.reduce((sum, hits) => sum + sumOf(hits), 0);
+  const found = all - known.reduce((sum, hits) => sum + hits[3], 0);
   drawing.setAttribute("aria-label", `Hit rate over 15 minutes: ${percent(found, all)} in all`);
   history.forEach((hits, place) => {
     if (!hits.length) return;
-    const total = hits[0] + hits[1] + hits[2];
+    const total = sumOf(hits);
     let top = 40;
-    [["var(--memory)", hits[0]], ["var(--loaded)", hits[1]], ["var(--computed)", hits[2]]].forEach(([colour, tokens]) => {
-      const height = (40 * Number(tokens)) / Math.max(1, total);
+    ["var(--memory)", "var(--host)", "var(--loaded)", "var(--computed)"].forEach((colour, source) => {
+      const height = (40 * hits[source]) / Math.max(1, total);
       const part = document.createElementNS(space, "rect");
       part.setAttribute("x", String(place + 0.06));
       part.setAttribute("width", "0.88");
       part.setAttribute("y", String((top -= height)));
       part.setAttribute("height", String(height));
-      part.style.fill = String(colour);
+      part.style.fill = colour;
       drawing.append(part);
     });
   });

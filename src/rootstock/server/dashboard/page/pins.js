@@ -1,30 +1,41 @@
 /** Pinned prefixes: kept until they are released. */
 
 import { ask, body, post } from "./api.js";
-import { byId, confirmed, el, fill, table, toast } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { byId, confirmed, el, fill, toast } from "./dom.js";
+import { bytes, count, short } from "./format.js";
 
 export class Pins {
   /** @param {() => string} model @param {() => void} onChange */
   constructor(model, onChange) {
     this.model = model;
     this.onChange = onChange;
+    this.drawn = "";
   }
 
   /** Shows the pins. Those of a key without a tenant are none. @param {boolean} [mayAsk] */
   async load(mayAsk = true) {
-    let told;
+    let pins = [];
     try {
-      told = mayAsk ? await body(ask("v1/cache/pins")) : { pins: [] };
-    } catch (error) {
-      fill(byId("pins"), el("p", { class: "empty" }, /** @type {Error} */ (error).message));
-      return;
+      if (mayAsk) pins = (await body(ask("v1/cache/pins"))).pins;
+    } catch {
+      return; // the banner says that the server is away
     }
-    const pins = told.pins;
+    const drawn = JSON.stringify(pins);
+    if (drawn === this.drawn) return; // a button keeps its focus
+    this.drawn = drawn;
+    const size = pins.reduce((/** @type {number} */ sum, /** @type {any} */ pin) => sum + (pin.bytes ?? 0), 0);
+    byId("pins-count").textContent = pins.length ? `${count(pins.length)} · ${bytes(size)}` : "";
     if (!pins.length) { fill(byId("pins"), el("p", { class: "empty" }, "No prefix is pinned.")); return; }
-    fill(byId("pins"), table([["prefix"], ["tenant"], ["tokens", "n"], ["memory", "n"], ["release"]], pins.map((/** @type {any} */ pin) => el("tr", {},
-      el("td", {}, el("code", {}, String(pin.id).slice(0, 16))), el("td", {}, pin.tenant || "none"), el("td", { class: "n" }, count(pin.tokens ?? 0)), el("td", { class: "n" }, pin.bytes == null ? "" : bytes(pin.bytes)),
-      el("td", {}, el("button", { type: "button", class: "stop", "aria-label": `Release ${pin.id}`, onclick: () => this.release(pin) }, "Release")))), "Pinned prefixes"));
+    fill(byId("pins"), el("ul", { class: "entries" }, ...pins.map((/** @type {any} */ pin) => this.entry(pin))));
+  }
+
+  /** @param {any} pin */
+  entry(pin) {
+    const id = String(pin.id).slice(0, 16);
+    return el("li", {},
+      el("div", { class: "about" }, el("code", { title: pin.id }, id), " ", el("span", { title: pin.tenant }, pin.tenant ? short(pin.tenant) : "no tenant"),
+        el("span", { class: "hint" }, `${count(pin.tokens ?? 0)} tokens${pin.bytes == null ? "" : ` · ${bytes(pin.bytes)}`}`)),
+      el("div", { class: "buttons" }, el("button", { type: "button", "aria-label": `Release ${id}`, onclick: () => this.release(pin) }, "Release")));
   }
 
   /** The buttons of a node's detail. @param {any} node */

@@ -1,15 +1,18 @@
-/** The panel of requests: a line each, with its phases in time, and a button that stops it. */
+/**
+ * The panel of requests: a line each, with its phases in time, and a button that stops it. On a narrow screen the cells of
+ * a line are a block with labels.
+ */
 
 import { body, post } from "./api.js";
 import { byId, confirmed, el, fill, legend, table, toast } from "./dom.js";
 import { nowOf } from "./feed.js";
-import { count, duration } from "./format.js";
+import { count, duration, short } from "./format.js";
 
 const PHASES = [["queued", "queued"], ["waiting_for_prefix", "waiting for a prefix"], ["loading", "loading"], ["prefill", "prefill"], ["decode", "decode"]];
 const NAMES = Object.fromEntries(PHASES);
 const MOST = 60;
 
-/** @typedef {{row: HTMLElement, line: HTMLElement, cells: HTMLElement[], button: HTMLButtonElement}} Row */
+/** @typedef {{row: HTMLElement, line: HTMLElement, ago: HTMLElement, cells: HTMLElement[], button: HTMLButtonElement}} Row */
 
 export class Requests {
   /** @param {() => string} model */
@@ -17,20 +20,16 @@ export class Requests {
     this.model = model;
     /** @type {Map<string, Row>} */
     this.rows = new Map();
-    this.body = el("tbody");
+    this.body = el("tbody", { role: "rowgroup" });
     /** @type {import("./feed.js").State|null} */
     this.state = null;
-    const shown = table([["request"], ["tenant", "optional"], ["phase"], ["time", "wide"], ["cached", "n"], ["prompt", "n"], ["out", "n"], ["stop"]], [], "Requests");
-    shown.querySelector("tbody")?.replaceWith(this.body);
-    this.empty = el("p", { class: "empty" }, "No request has come yet.");
-    fill(byId("requests"), shown, this.empty);
+    this.table = table([["request"], ["tenant"], ["phase"], ["time"], ["cached", "n"], ["prompt", "n"], ["answer", "n"], ["stop"]], [], "Requests", "lines");
+    this.table.querySelector("tbody")?.replaceWith(this.body);
+    this.empty = el("p", { class: "empty" });
+    fill(byId("requests"), this.table, this.empty);
     legend(byId("phases"), /** @type {[string, string][]} */ (PHASES));
     byId("window").addEventListener("change", () => this.draw());
-    setInterval(() => { if (this.state && !document.hidden && this.someOpen()) this.draw(); }, 1000);
-  }
-
-  someOpen() {
-    return Object.values(this.state?.sections.requests ?? {}).some((request) => request.open);
+    setInterval(() => { if (this.state && !document.hidden) this.draw(); }, 1000);
   }
 
   /** @param {import("./feed.js").State} state */
@@ -43,13 +42,20 @@ export class Requests {
     if (!this.state) return;
     const now = nowOf(this.state);
     const window_s = Number(/** @type {HTMLSelectElement} */ (byId("window")).value);
-    const all = Object.entries(this.state.sections.requests ?? {});
+    const { sections } = this.state;
+    const all = Object.entries(sections.requests ?? {});
     const open = all.filter(([, request]) => request.open);
-    const ended = all.filter(([, request]) => !request.open && now - endOf(request) < window_s);
+    const ended = all.filter(([, request]) => !request.open);
     ended.sort(([, a], [, b]) => endOf(b) - endOf(a));
     const shown = [...open, ...ended].slice(0, MOST);
-    byId("requests-count").textContent = `${open.length} open`;
+    const opened = sections.open ?? open.length, unseen = opened - Math.min(open.length, MOST);
+    byId("requests-count").textContent = `${count(opened)} open`;
+    this.table.hidden = !shown.length;
     this.empty.hidden = shown.length > 0;
+    const prompts = sections.rates?.windows["900"].requests;
+    setText(this.empty, prompts ? `No request is open. ${count(prompts)} came in the last 15 minutes, before those of others.` : "No request has come in the last 15 minutes.");
+    byId("requests-more").hidden = unseen <= 0;
+    setText(byId("requests-more"), `${count(unseen)} more requests are open.`);
     const keep = new Set(shown.map(([id]) => id));
     for (const [id, row] of this.rows) if (!keep.has(id)) { row.row.remove(); this.rows.delete(id); }
     shown.forEach(([id, request], place) => {
@@ -62,22 +68,25 @@ export class Requests {
   /** @param {string} id @param {string} tenant @returns {Row} */
   add(id, tenant) {
     const line = el("div", { class: "line" });
-    const cells = [0, 1, 2, 3].map((place) => el("td", { class: place ? "n" : "" }));
+    const cells = ["phase", "cached", "prompt", "answer"].map((name, place) => el("td", { role: "cell", class: place ? `n ${name === "answer" ? name : ""}` : name, "data-label": name }));
     const name = id.length > 18 ? `…${id.slice(-14)}` : id;
-    const button = /** @type {HTMLButtonElement} */ (el("button", { type: "button", class: "stop", "aria-label": `Stop request ${name}`, onclick: () => this.stop(id, name) }, "Stop"));
-    const first = el("td", { title: id }, el("code", {}, name));
-    const row = el("tr", {}, first, el("td", { class: "optional" }, tenant || "–"), cells[0], el("td", { class: "wide" }, line), cells[1], cells[2], cells[3], el("td", {}, button));
-    const made = { row, line, cells, button };
+    const button = /** @type {HTMLButtonElement} */ (el("button", { type: "button", "aria-label": `Stop request ${name}`, onclick: () => this.stop(id, name) }, "Stop"));
+    const first = el("td", { role: "cell", class: "id", title: id }, el("code", {}, name));
+    const of = el("td", { role: "cell", class: "of wraps", title: tenant }, tenant ? short(tenant) : "no tenant");
+    const ago = el("span", { class: "ago" });
+    const time = el("td", { role: "cell", class: "time" }, line, ago);
+    const row = el("tr", { role: "row" }, first, of, cells[0], time, cells[1], cells[2], cells[3], el("td", { role: "cell", class: "stop" }, button));
+    const made = { row, line, ago, cells, button };
     this.rows.set(id, made);
     return made;
   }
 
   /** @param {Row} row @param {any} request @param {number} now @param {number} window_s */
   update(row, request, now, window_s) {
-    const { line, cells, button } = row;
+    const { line, ago, cells, button } = row;
     const last = request.spans.at(-1) ?? ["queued", now, now];
     const phase = request.preempted ? "preempted" : NAMES[last[0]];
-    const ends = { stop: "done", length: "done (length)", aborted: "stopped", failed: "failed" };
+    const ends = { stop: "done", length: "done at its limit", aborted: "stopped", failed: "failed" };
     setText(cells[0], request.open ? `${phase} ${duration(Math.max(0, now - last[1]))}` : ends[/** @type {"stop"} */ (request.outcome)]);
     setText(cells[1], request.cached == null ? "…" : count(request.cached));
     setText(cells[2], request.open && last[0] === "prefill" ? `${count(request.computed)} / ${count(request.prompt)}` : count(request.prompt));
@@ -85,6 +94,10 @@ export class Requests {
     row.row.className = request.open ? "" : "ended";
     button.hidden = !request.open;
     const from = now - window_s;
+    const isOld = !request.open && endOf(request) <= from;
+    line.hidden = isOld;
+    ago.hidden = !isOld;
+    if (isOld) setText(ago, `${duration(Math.max(0, now - endOf(request)))} ago`);
     const bars = request.spans.filter((/** @type {any} */ span) => (span[2] ?? now) > from);
     while (line.children.length > bars.length) line.lastElementChild?.remove();
     while (line.children.length < bars.length) line.append(el("i"));

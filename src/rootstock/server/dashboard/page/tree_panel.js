@@ -2,7 +2,7 @@
 
 import { ask, body } from "./api.js";
 import { byId, el, fill, legend, table } from "./dom.js";
-import { bytes, count, duration, tenantName } from "./format.js";
+import { bytes, count, duration, short, tenantName } from "./format.js";
 import { LIVE, decode, rowOf, siblings } from "./tree_data.js";
 import { TreeView } from "./tree_view.js";
 
@@ -17,7 +17,7 @@ export class TreePanel {
     this.model = model;
     this.actions = actions;
     const canvas = this.canvas = /** @type {HTMLCanvasElement} */ (byId("tree"));
-    this.view = new TreeView(canvas, (node) => this.label(node));
+    this.view = new TreeView(canvas, (node) => this.labels(node));
     this.timer = 0;
     this.asked = 0;
     this.isSeen = false; // a tree that is not seen is not asked for
@@ -25,7 +25,7 @@ export class TreePanel {
       const seen = Boolean(entries.at(-1)?.isIntersecting), comes = seen && !this.isSeen;
       this.isSeen = seen;
       if (comes && this.model()) this.load();
-    }, { rootMargin: "200px" }).observe(canvas);
+    }, { rootMargin: "200px" }).observe(byId("tree-card")); // not the canvas, which is hidden at times
     byId("colour").addEventListener("change", () => this.recolour());
     byId("zoom-in").addEventListener("click", () => this.view.zoom(0.5));
     byId("zoom-out").addEventListener("click", () => this.view.zoom(2));
@@ -48,7 +48,7 @@ export class TreePanel {
         const response = await ask(`dashboard/tree?model=${encodeURIComponent(this.model())}${seen}`);
         const serial = response.headers.get("X-Serial");
         if (asked !== this.asked) return;
-        if (serial == null) this.showNone();
+        if (serial == null) this.clear();
         else if (response.status !== 204) {
           const tree = decode(await response.arrayBuffer());
           if (asked !== this.asked) return;
@@ -66,18 +66,23 @@ export class TreePanel {
     clearTimeout(this.timer);
   }
 
-  /** Shows that the model is not loaded. */
-  showNone() {
+  /** Shows no tree until another one comes: that of another model, or of one that is loaded again. */
+  clear() {
     this.serial = null;
-    byId("tree-count").textContent = "the model is not loaded";
-    byId("tree-body").hidden = true;
+    this.view.tree = null;
+    this.view.selected = this.view.hovered = -1;
+    this.described = -1;
+    delete this.canvas.dataset.nodes;
+    this.view.redraw();
+    byId("tree-count").textContent = "";
+    fill(byId("node"), el("p", { class: "hint" }, "Point at a node, or move with the arrow keys."));
+    fill(/** @type {HTMLElement} */ (byId("tree-table").querySelector(".scroll")));
   }
 
   /** @param {Tree} tree */
   show(tree) {
     const number = this.tree && this.view.selected >= 0 ? this.tree.number[this.view.selected] : -1;
     this.view.selected = number < 0 ? -1 : rowOf(tree, number);
-    byId("tree-body").hidden = false;
     this.canvas.dataset.nodes = String(tree.size);
     const all = tree.tops.reduce((sum, node) => sum + tree.total[node], 0);
     byId("tree-count").textContent = `${count(tree.size)} nodes · ${bytes(all)}${tree.head.truncated ? " · only a part is shown" : ""}`;
@@ -114,17 +119,18 @@ export class TreePanel {
         of[i] = seen.get(groups[i]);
       }
       this.view.palette = HUES.map((hue) => isDark ? `hsl(${hue} 38% 38%)` : `hsl(${hue} 46% 74%)`);
-      const nameOf = (/** @type {number} */ group) => by === "session" ? (group ? `session ${group}` : "several sessions, or none") : tenantName(tree.head.roots[group]);
+      const nameOf = (/** @type {number} */ group) => by === "session" ? (group ? `session ${group}` : "several sessions, or none") : short(tenantName(tree.head.roots[group]));
       legend(byId("tree-legend"), [...seen].slice(0, 8).map(([group, k]) => [this.view.palette[k], nameOf(group)]));
     }
     this.view.colourOf = of;
+    this.view.inks = this.view.palette.map((colour) => inkOn(colour));
     this.view.redraw();
   }
 
-  /** @param {number} node */
-  label(node) {
-    const tree = /** @type {Tree} */ (this.tree);
-    return `${count(tree.end[node] - tree.start[node])} tokens · ${bytes(tree.total[node])}`;
+  /** The words on a node, the longest first. @param {number} node */
+  labels(node) {
+    const tree = /** @type {Tree} */ (this.tree), tokens = count(tree.end[node] - tree.start[node]);
+    return [`${tokens} tokens · ${bytes(tree.total[node])}`, `${tokens} tokens`];
   }
 
   // ------------------------------------------------------------------------------------------- pointer and keys
@@ -263,9 +269,9 @@ export class TreePanel {
     nodes.sort((a, b) => tree.total[b] - tree.total[a]);
     const rows = nodes.slice(0, TABLE_ROWS).map((node) => el("tr", {},
       el("td", {}, el("button", { type: "button", class: "stop", onclick: () => { this.select(node); this.view.fitNode(node); } }, `${count(tree.start[node])} – ${count(tree.end[node])}`)),
-      el("td", { class: "n" }, bytes(tree.total[node])), el("td", { class: "n" }, tree.first[node + 1] - tree.first[node]),
-      el("td", {}, tenantName(tree.head.roots[tree.root[node]])), el("td", { class: "n" }, `${duration(tree.idle[node])} ago`)));
-    fill(/** @type {HTMLElement} */ (box.querySelector(".scroll")), table([["tokens"], ["memory", "n"], ["branches", "n"], ["tenant"], ["used", "n"]], rows, "The largest branches of the prefix tree"));
+      el("td", { class: "n" }, bytes(tree.total[node])), el("td", { class: "n below" }, tree.first[node + 1] - tree.first[node]),
+      el("td", { class: "wraps of" }, short(tenantName(tree.head.roots[tree.root[node]]))), el("td", { class: "n" }, `${duration(tree.idle[node])} ago`)));
+    fill(/** @type {HTMLElement} */ (box.querySelector(".scroll")), table([["tokens"], ["memory", "n"], ["branches", "n"], ["tenant"], ["used", "n"]], rows, "The largest branches of the prefix tree", "branches"));
   }
 }
 
@@ -281,5 +287,15 @@ function resolved(name) {
 
 const rgb = (/** @type {string} */ colour) => (colour.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number);
 const luminance = (/** @type {string} */ colour) => { const [r, g, b] = rgb(colour); return (0.3 * r + 0.59 * g + 0.11 * b) / 255; };
+/** The ink that is read best on a colour. @param {string} colour */
+function inkOn(colour) {
+  const probe = el("i");
+  probe.style.color = colour;
+  document.body.append(probe);
+  const linear = rgb(getComputedStyle(probe).color).map((part) => part / 255).map((part) => part <= 0.04 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  probe.remove();
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 ? "#0b120e" : "#ffffff"; // equal contrast to both
+}
+
 /** @param {number[]} from @param {number[]} to @param {number} share @param {number} strength */
 const mixed = (from, to, share, strength) => `rgb(${from.map((value, k) => Math.round(to[k] + (value - to[k]) * (1 - share) * strength)).join(", ")})`;

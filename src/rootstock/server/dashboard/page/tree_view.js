@@ -7,14 +7,14 @@ import { CHECKPOINT, LIVE, firstAt, nodeAt } from "./tree_data.js";
 
 const THIN = 0.8; // pixels: a branch that is thinner is one column
 const CLOSEST = 1e-9;
-const LABEL = 96;
+const LABEL = 60; // pixels of the narrowest node with words on it
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class TreeView {
-  /** @param {HTMLCanvasElement} canvas @param {(node: number) => string} label */
-  constructor(canvas, label) {
+  /** @param {HTMLCanvasElement} canvas @param {(node: number) => string[]} labels words, the longest first */
+  constructor(canvas, labels) {
     this.canvas = canvas;
-    this.label = label;
+    this.labels = labels;
     this.context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d", { alpha: false }));
     /** @type {Tree|null} */
     this.tree = null;
@@ -26,6 +26,7 @@ export class TreeView {
     this.colourOf = new Uint8Array(0);
     /** @type {string[]} */
     this.palette = ["#888"];
+    this.inks = ["#000"]; // of the words on each colour
     this.look = { page: "#fff", line: "#000", text: "#000", select: "#f00", dot: "#000" };
     this.frame = 0;
     this.flight = 0;
@@ -118,13 +119,9 @@ export class TreeView {
       }
       const from = Math.max(0, left), room = Math.min(width, left + w) - from;
       if (room > LABEL * ratio && h > 16 * ratio && top + 16 * ratio > 0) {
-        context.save();
-        context.beginPath();
-        context.rect(from, top, room - 4 * ratio, h);
-        context.clip();
-        context.fillStyle = this.look.text;
-        context.fillText(this.label(node), from + 6 * ratio, Math.max(top, 0) + 3 * ratio);
-        context.restore();
+        const label = this.labels(node).find((words) => context.measureText(words).width <= room - 12 * ratio);
+        context.fillStyle = this.inks[this.colourOf[node]];
+        if (label) context.fillText(label, from + 6 * ratio, Math.max(top, 0) + 3 * ratio);
       }
     }
     for (const [node, line] of /** @type {[number, number][]} */ ([[this.hovered, 1], [this.selected, 2]])) {

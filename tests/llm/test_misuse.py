@@ -1,0 +1,191 @@
+"""Calls of the library that cannot work, or would not end: each says so in the library's own words."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import multiprocessing
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rootstock
+from llm.conftest import Oracle
+from rootstock import SamplingParams
+from rootstock.errors import BudgetTooSmall, InvalidOption, LLMForked, ModelFileInvalid, PromptTooLong
+from rootstock.errors.options import in_library_words, parameter_of
+from rootstock.llm.llm import LLM
+from rootstock.llm.options import Options, configuration
+from rootstock.llm.params import DEFAULT_MAX_TOKENS
+from waiting import HANG_S
+
+SOURCE = Path(rootstock.__file__).parent
+HELLO = [{"role": "user", "content": "Hello"}]
+
+# ---- answers without a limit
+
+CALLS: dict[str, Callable[[LLM, SamplingParams | None], Any]] = {
+    "generate": lambda llm, params: llm.generate("Hello", params),
+    "chat": lambda llm, params: llm.chat(HELLO, params),
+    "agenerate": lambda llm, params: asyncio.run(llm.agenerate("Hello", params)),
+    "achat": lambda llm, params: asyncio.run(llm.achat(HELLO, params)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_answer_without_max_tokens_ends_with_a_warning(oracle: Callable[..., Oracle], call: str) -> None:
+    llm = oracle().llm
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    with pytest.warns(UserWarning, match="cut at 1,024 tokens .* SamplingParams has no max_tokens"):
+        [answer] = CALLS[call](llm, params)
+    assert answer.finish_reason == "length"
+    assert answer.completion_tokens == DEFAULT_MAX_TOKENS < llm.context_limit
+
+
+def test_an_answer_with_max_tokens_is_cut_without_a_warning(oracle: Callable[..., Oracle]) -> None:
+    llm = oracle().llm
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for limit in (1, 1100):
+            [answer] = llm.generate("Hello", SamplingParams(temperature=0, ignore_eos=True, max_tokens=limit))
+            assert answer.completion_tokens == limit
+        assert SamplingParams(min_tokens=2000).stopping().max_tokens == 2000
+
+
+# ---- a fork
+
+
+def _asks_in_fork(llm: LLM, pipe: Any) -> None:
+    found = []
+    for ask in (
+        lambda: llm.generate("Hello"),
+        lambda: llm.chat(HELLO),
+        lambda: llm.stream("Hello"),
+        lambda: llm.explain("Hello"),
+        lambda: llm.stats(),
+        lambda: llm.clear_cache(),
+        lambda: llm.load_adapter("a", "b"),
+        lambda: asyncio.run(llm.agenerate("Hello")),
+    ):
+        try:
+            ask()
+        except Exception as error:
+            found.append(type(error).__name__)
+    llm.close()
+    pipe.send(found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_says_that_it_has_no_engine(oracle: Callable[..., Oracle]) -> None:
+    llm = oracle().llm
+    llm.generate("Hello", SamplingParams(max_tokens=1))
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_asks_in_fork, args=(llm, theirs))
+    child.start()
+    try:
+        assert ours.poll(HANG_S), "the fork hangs"
+        assert ours.recv() == [LLMForked.__name__] * 8
+        child.join(HANG_S)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+    [answer] = llm.generate("Hello", SamplingParams(max_tokens=1, ignore_eos=True))
+    assert answer.completion_tokens == 1
+
+
+# ---- names of options
+
+
+PARAMETERS = {*Options.__annotations__, "chat_template", "parse_special_tokens", "sampling_defaults"}
+# Options of other commands, in messages that no user of the library meets. A new option is in neither set.
+OF_SERVERS = {
+    "admin_key", "alias", "allowed_hosts", "allowed_origins", "api_key", "api_keys", "bundle_key", "drop_volatile",
+    "explain", "host", "idle_work", "max_body", "max_bundle", "max_connections", "metrics_tenants", "port",
+    "public_prompts", "responses_budget", "responses_file", "sse_keep_alive", "drain_timeout", "tool_parser",
+    "traces", "unsigned_imports", "warm", "log_format", "log_level", "adapter_directory", "show_prompts", "models",
+    "key", "media",
+}  # fmt: skip
+
+
+def options_in(path: Path) -> Iterator[str]:
+    """Yields the options of the command line that strings of a file name, docstrings left out."""
+    tree = ast.parse(path.read_text())
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            for negated, name in re.findall(r"(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])", node.value):
+                yield f"--{negated}{name}"
+
+
+MENTIONED = sorted(
+    {
+        option
+        for folder in ("errors", "runtime", "engine", "cache", "tiers", "config.py")
+        for path in ([SOURCE / folder] if folder.endswith(".py") else (SOURCE / folder).rglob("*.py"))
+        for option in options_in(path)
+    }
+)
+
+
+@pytest.mark.parametrize("option", MENTIONED)
+def test_an_option_in_a_message_is_a_parameter_of_the_library(option: str) -> None:
+    name = parameter_of(option.replace("--no-", "--"))
+    assert name in PARAMETERS | OF_SERVERS
+    if name in PARAMETERS:
+        error = InvalidOption("--kv-budget", 1, f"less, or serve with {option} or {option}.")
+        shown = in_library_words(error).message
+        assert "--" not in shown
+        assert shown.count(f"{name}=False" if option.startswith("--no-") else name) >= 2
+
+
+def test_other_text_stays_as_it_is() -> None:
+    text = "a--b, -- and ---x, --X"
+    assert in_library_words(InvalidOption("x", 1, text)).allowed == text
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"budget_bytes": -1}, "budget_bytes is -1"),
+        ({"budget_bytes": "many"}, "budget_bytes is 'many'"),
+        ({"kv_cache_memory_bytes": "many"}, "kv_cache_memory_bytes is 'many'"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"disk_write": "never"}, "disk_write is 'never'"),
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"draft_tokens": -5}, "draft_tokens is -5"),
+        ({"verify_hits": 5}, "verify_hits is 5"),
+    ],
+)
+def test_wrong_options_are_named_as_they_were_given(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidOption) as refused:
+        configuration("m", given)
+    assert named in refused.value.message
+    assert "--" not in refused.value.message
+
+
+def test_errors_of_a_load_and_of_a_call_name_parameters(
+    small_model: Path, tmp_path: Path, oracle: Callable[..., Oracle]
+) -> None:
+    with pytest.raises(BudgetTooSmall, match=r"^budget_bytes is .* Raise budget_bytes or lower block_size"):
+        LLM(str(small_model), budget_bytes=100)
+    with pytest.raises(InvalidOption, match=r"^context_limit is "):
+        LLM(str(small_model), context_limit=10**9)
+    with pytest.raises(PromptTooLong, match="serve with a larger budget_bytes or context_limit"):
+        oracle().llm.generate([1] * 5000)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in small_model.iterdir():
+        (copy / file.name).symlink_to(file)
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    (copy / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ModelFileInvalid, match="sampling_defaults openai"):
+        LLM(str(copy))
+    with pytest.raises(InvalidOption, match=r"^sampling_defaults is 'mine'"):
+        LLM(str(copy), sampling_defaults="mine")

@@ -1,0 +1,191 @@
+"""The work on a body, from its JSON to its prompt, grows with its bytes and not faster, in each API.
+
+Work is counted: calls of functions (also of those written in C, and each step of a generator), and the characters of
+strings that are made of the body's strings. No test here measures time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from engine.prompts.chat_tokenizers import chat_tokenizer
+from hostile_bodies import CHAT, COMPLETIONS, FAMILIES, MESSAGES, ODD_TEXTS, RESPONSES, Family, encoded
+from rootstock.config import CacheConfig, ServerConfig
+from rootstock.engine.build import assemble
+from rootstock.engine.prompts.fingerprint import Fingerprints
+from rootstock.errors import RequestError
+from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
+from rootstock.server.anthropic.schema import CountTokensRequest
+from rootstock.server.models import served_model
+from rootstock.server.openai.calls import explained_prompt
+from rootstock.server.openai.schema import ExplainRequest
+from rootstock.server.responses.calls import Responses
+from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore
+from rootstock.server.wire import ServedModel
+from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.units import MIB
+
+Prepare = Callable[[dict[str, Any]], object]
+SMALL, LARGE = 150, 1_200
+MOST_GROWTH = 1.7  # of the work for a byte. Work that grows with the square of the size gives about 8
+
+
+@dataclass
+class Made:
+    """Characters of the strings that were made of a body's strings."""
+
+    chars: int = 0
+
+
+class Counted(str):
+    """A string that counts the characters of all strings that are made of it."""
+
+    made: Made
+
+    def of(self, text: str) -> Counted:
+        self.made.chars += len(text)
+        found = Counted(text)
+        found.made = self.made
+        return found
+
+    def __add__(self, other: str) -> Counted:
+        return self.of(str(self) + str(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return self.of(str(other) + str(self))
+
+    def __getitem__(self, at: Any) -> Counted:
+        return self.of(str(self)[at])
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+
+def counted(value: Any, made: Made) -> Any:
+    """Returns a JSON value whose strings count, but for the names of fields and types."""
+    match value:
+        case str():
+            text = Counted(value)
+            text.made = made
+            return text
+        case list():
+            return [counted(each, made) for each in value]
+        case dict():
+            return {
+                name: each if name in ("role", "type", "tool_choice", "anything") else counted(each, made)
+                for name, each in value.items()
+            }
+        case _:
+            return value
+
+
+def work_on(body: dict[str, Any], prepare: Prepare) -> int:
+    made, events = Made(), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal events
+        events += event in ("call", "c_call")
+
+    body = counted(body, made)
+    sys.setprofile(count)
+    try:
+        prepare(body)
+    except (RequestError, ValidationError):
+        pass  # it may be refused, before or after some work
+    finally:
+        sys.setprofile(None)
+    return events + made.chars // 64  # characters are copied at memory speed
+
+
+@pytest.fixture(scope="module")
+def prepares() -> Iterator[Mapping[str, Prepare]]:
+    """The functions that make the prompt of a body. Its template shows no system message, and roles in turn only."""
+    tokenizer = chat_tokenizer("gemma")
+    made = assemble(FakeRuntime(1_000, 4_000_000), tokenizer, CacheConfig(budget_bytes=64 * MIB))
+    model: ServedModel = served_model(made, ServerConfig(), Fingerprints())
+    store = ResponseStore.open(None, MIB)
+    responses = Responses(store, Sealer(), 16 * MIB)
+
+    def prepare_chat(body: dict[str, Any]) -> object:
+        return explained_prompt(model, ExplainRequest.model_validate(body), "")
+
+    yield {
+        CHAT: prepare_chat,
+        COMPLETIONS: prepare_chat,
+        MESSAGES: lambda body: messages_prompt(model, CountTokensRequest.model_validate(body), ""),
+        RESPONSES: lambda body: responses.chat(model, ResponseRequest.model_validate(body), ""),
+    }
+    store.close()
+
+
+_ONE_TEXT = [f"one text of {text.encode('unicode_escape').decode()}" for text in ODD_TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("route", "make"),
+    [
+        pytest.param(route, make, id=f"{route}: {name}")
+        for (route, name), make in FAMILIES.items()
+        if name not in _ONE_TEXT[1:]
+    ],
+)
+def test_the_work_on_a_body_grows_with_its_bytes(
+    prepares: Mapping[str, Prepare], route: str, make: Family
+) -> None:
+    prepare = prepares[route]
+    work_on(make(4), prepare)  # first uses compile and keep
+    rates = []
+    for size in (SMALL, LARGE):
+        body = make(size)
+        assert json.loads(encoded(body)) == body or "\ud800" in str(body)
+        rates.append(work_on(body, prepare) / len(encoded(body)))
+    small, large = rates
+    assert large < MOST_GROWTH * small
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_long_texts_are_joined_once(prepares: Mapping[str, Prepare], role: str) -> None:
+    def made(count: int) -> int:
+        found = Made()
+        body = {
+            "messages": [{"role": role, "content": "word " * 200}] * count
+            + [{"role": "user", "content": "x"}]
+        }
+        with suppress(RequestError):  # the template's, which sees the joined text
+            prepares[CHAT](counted(body, found))
+        return found.chars
+
+    made(2)
+    assert made(800) <= 10 * made(100)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_any_message_is_built(
+    prepares: Mapping[str, Prepare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rootstock.server import wire
+
+    monkeypatch.setattr(wire, "template_input", lambda *_: pytest.fail("it was built"))
+    for route, body in (
+        (CHAT, {"messages": [{"role": "system", "content": "word " * 1_000_000}] * 16}),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 100_000}] * 160}]},
+        ),
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "c", "content": "word " * 1_000_000}] * 16}),
+        (CHAT, {"messages": [{"role": "assistant", "reasoning_content": "word " * 1_000_000}] * 16}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "word " * 1_000_000}] * 16}),
+        (RESPONSES, {"input": [{"role": "user", "content": "word " * 1_000_000}] * 16, "store": False}),
+    ):
+        with pytest.raises(RequestError, match="characters, which make more than"):
+            prepares[route](body)
