@@ -465,7 +465,7 @@ def test_of_two_positions_near_each_other_the_first_has_the_checkpoint_of_both()
     run(cache, ints(range(40)), ints(range(100, 104)), boundaries={2: "system", 37: "tool", 38: "user"})
     assert sorted(checkpoints(cache)) == [37, 44]
     assert checkpoints(cache)[37].kind is CheckpointKind.USER, "the likelier one"
-    run(cache, ints(range(500, 540)), ints(range(100, 104)), boundaries={535: "user"})
+    run(cache, ints(range(500, 540)), ints(range(100, 104)), boundaries={35: "user"})
     assert 39 in checkpoints(cache), "there is no other near it"
     assert checkpoints(cache)[39].kind is CheckpointKind.PROMPT
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_that_was_evicted_with_its_tokens_is_told() -> None:
     run(cache, ints(range(40)), ints(range(100, 110)), boundaries={10: "user", 30: "user"})
     (leaf,) = nodes(cache)
     cache.tree.queue.drop(leaf)
-    cache.tree._trim(leaf, 3)  # the tail, with the answer's checkpoint
+    cache.pool.unhold(cache.tree._trim(leaf, 3))  # the tail, with the answer's checkpoint
     cache.check()
     cache.tree.drop(checkpoints(cache)[39])  # the K/V behind the checkpoint at 30 stay
     told = cache.explain(ints(range(40), range(100, 110), 9), NAMESPACE)

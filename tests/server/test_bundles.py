@@ -30,7 +30,8 @@ from waiting import HANG_S
 KEY = b"a secret of both servers"
 SIGNED = ServerConfig(aliases=(), bundle_key=KEY)
 OPEN = ServerConfig(aliases=(), unsigned_imports=True)
-TEXT = "Tell me about the library and about its books, at length. " * 4
+# Its end lies in a chunk of 12 that begins at a block of 8.
+TEXT = "Tell me about the library and about its books, at length. " * 4 + "At once."
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "full": (FULL,),
     "full+state": (FULL, STATE),
@@ -110,6 +111,16 @@ def test_an_imported_prefix_is_a_hit_with_the_same_answer(
     assert cached == hit or families == FAMILIES["chunks of 12+full"]
     other.settled()
     one.settled()
+
+
+def test_a_prefix_that_no_record_can_hold_is_not_exported(serve_as: Serve) -> None:
+    """The chunk in which it ends begins inside a block, and so does every chunk before with a checkpoint."""
+    served = serve_as(families=FAMILIES["chunks of 12+full"])
+    text = TEXT.removesuffix("At once.")
+    asked(served, text)
+    assert asked(served, text)[1] == 235, "it is cached"
+    refused = served.client.post("/v1/cache/export", json={"messages": user(text)})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "prefix_not_cached")
 
 
 @pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
@@ -461,7 +472,7 @@ def test_an_adapters_prefix_is_imported_for_the_same_adapter_alone(serve_as: Ser
         assert_error(import_(other, bundle, params=wrong), 400, "bundle_refused", "LoRA adapter")
     assert import_(other, bundle, params={"model": "a"}).json()["state"] == "cached"
     assert asked(other)[1] == asked(other, model="b")[1] == 0
-    assert asked(other, model="a") == (first, 235)
+    assert asked(other, model="a") == (first, 243)
     assert_error(import_(other, bundle, params={"model": "c"}), 404, "model_not_found")
 
 

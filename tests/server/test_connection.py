@@ -183,6 +183,8 @@ def test_a_client_of_an_agents_api_that_reads_slowly_gets_everything(
         assert 0 < count < 300 - 100
         events = dechunked(received.partition(b"\r\n\r\n")[2]).decode().split("\n\n")
         assert events.pop() == ""
+        if path == "/v1/responses":
+            assert events.pop() == "data: [DONE]"
         told = [json.loads(event.partition("data: ")[2]) for event in events]
         assert told[-1]["type"] in ("message_stop", "response.incomplete")
         whole = served.client.post(path, json=body).json()

@@ -474,7 +474,7 @@ class KVCache:
         elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
-        plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])
+        plan = self._commit(lease, lease.tokens[lease.num_computed_tokens : position])
         lease.hit_tokens, lease.is_loaded = position, True
         return plan
 
@@ -514,6 +514,9 @@ class KVCache:
         if lease.num_computed_tokens < lease.num_tokens:
             known = lease.tokens[lease.num_computed_tokens :]
             require_agreement(known, tokens, lease.num_computed_tokens)
+        return self._commit(lease, tokens)
+
+    def _commit(self, lease: Lease, tokens: Tokens) -> Plan:
         first = lease.num_cached_tokens
         lease.append(tokens)
         self._release_copy_sources(lease)
@@ -533,9 +536,9 @@ class KVCache:
     def _require_room(self, lease: Lease, new_tokens: int) -> None:
         """Raises CacheMisuse if so many tokens were computed without blocks for them."""
         needed = -(-(lease.num_computed_tokens + new_tokens) // self.block_size)
-        reserved = (
-            lease.table_blocks
-        )  # a window's table may end before it where a loaded prefix needs no more
+        reserved = lease.table_blocks
+        for table in lease.windows:
+            reserved = min(reserved, table.length)
         if needed > reserved:
             room = max(0, reserved * self.block_size - lease.num_computed_tokens)
             raise CacheMisuse(

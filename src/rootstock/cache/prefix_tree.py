@@ -339,6 +339,7 @@ class PrefixTree:
             now = self._clock()
             for step in node.path():
                 step.last_used = now
+                step.passed_by = False  # a repeated request has computed it again
 
     def _enter_private_root(self, lease: Lease, node: Node) -> Root:
         """References the root of the lease's tails below the end of a public head."""

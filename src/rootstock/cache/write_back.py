@@ -166,10 +166,14 @@ class WriteBackQueue:
         tokens = match.tokens[: min(end * self._size, position)]
         self._add_blocks(match.scope, tokens, first, table, full, None)
 
+    def can_store(self, match: Match) -> bool:
+        """Returns True if records can hold the windows and the state from which a match resumes."""
+        return self._is_storable(match.length, match.windows)
+
     def add_resume_point(self, match: Match) -> bool:
         """Adds the windows and the state from which a match resumes. Returns False if they cannot be stored."""
         position = match.length
-        if not self._is_storable(position, match.windows):
+        if not self.can_store(match):
             return False
         slot = NO_SLOT if match.checkpoint is None else match.checkpoint.slot
         self._add_rows(match.scope, match.tokens[:position], match.windows, slot, None)

@@ -98,12 +98,11 @@ class PrefixExport:
 
     @property
     def cached_tokens(self) -> int:
-        """Returns the position up to which memory or a tier holds the prompt so that it can be resumed."""
+        """Returns the position up to which memory or a tier holds the prompt so that it can be stored and resumed."""
 
         def found() -> int:
-            match = self._whole()
-            hit = self._cache.tier_hit(match)
-            return match.length if hit is None else hit.position
+            hit = self._cache.tier_hit(self._whole())
+            return max(self._positions_in_memory(), default=0) if hit is None else hit.position
 
         position: int = self._transfer.call(found)
         return position
@@ -186,8 +185,8 @@ class PrefixExport:
         return self._transfer.match(self._tokens, len(self._tokens))
 
     def _positions_in_memory(self) -> list[int]:
-        """Returns where the prompt can be resumed from memory, shallow first."""
-        match = self._whole()
+        """Returns where the prompt can be resumed from memory, shallow first, if a record can hold what that reads."""
+        match, queue = self._whole(), self._queue()
         if not match.length or match.node is None:
             return []
         if self._cache.resume_anywhere:
@@ -195,7 +194,8 @@ class PrefixExport:
         kept = {at for node in match.node.path() for at in node.checkpoints if at < match.length}
         # The same prompt again computes its last token.
         before = self._transfer.match(self._tokens, len(self._tokens) - 1).length
-        return sorted({*kept, before, match.length} - {0})[-MAX_POSITIONS:]
+        positions = sorted({*kept, before, match.length} - {0})[-MAX_POSITIONS:]
+        return [at for at in positions if queue.can_store(self._transfer.match(self._tokens, at))]
 
     def _blocks_before(self, position: int) -> Iterator[Record]:
         """Yields full attention up to `position`, a piece for each step of the engine."""
@@ -211,13 +211,16 @@ class PrefixExport:
     def _resume_point(self, position: int) -> Iterator[Record]:
         """Yields windows and a state, unless they were evicted meanwhile: an earlier position may do."""
 
-        def rows() -> Sequence[Store]:
-            match, queue = self._transfer.match(self._tokens, position), self._queue()
-            return queue.take() if match.length == position and queue.add_resume_point(match) else ()
+        is_kept = False
 
-        records = list(self._copied(rows))
-        yield from records
-        if records:
+        def rows() -> Sequence[Store]:
+            nonlocal is_kept
+            match, queue = self._transfer.match(self._tokens, position), self._queue()
+            is_kept = match.length == position and queue.add_resume_point(match)
+            return queue.take() if is_kept else ()
+
+        yield from self._copied(rows)
+        if is_kept:  # also without records: where chunked attention begins a chunk, a resumption reads none
             self._positions.append(position)
 
     def _blocks(self, position: int, end: int) -> Sequence[Store]:

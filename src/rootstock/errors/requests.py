@@ -289,7 +289,8 @@ class PrefixNotCached(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "None of this prompt is cached: there is nothing to export. Send it in a request before, or warm it."
+            "None of this prompt is cached so that a bundle can hold it: there is nothing to export. Send it in a "
+            "request before, or warm it."
         )
 
 

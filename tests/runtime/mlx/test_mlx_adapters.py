@@ -321,6 +321,8 @@ def test_rows_of_an_adapter_are_never_anothers(tmp_path: Path, kind: str) -> Non
     checkpoint = save_mlx_checkpoint(tmp_path / "m", kind)
     made = [save_mlx_adapter(tmp_path / name, checkpoint, seed=n, size=SIZE) for n, name in enumerate("ab")]
     prompt = [*map(int, prompt_of(40))]
+    # A prompt leaves its state where the same prompt resumes: before its last token.
+    hit = len(prompt) - (kind == "qwen3_next")
     models = [own_model(checkpoint), *(merged_by_mlx_lm(checkpoint, directory) for directory in made)]
     answers = [greedy(model, [*prompt, 7], 4) for model in models]
 
@@ -341,8 +343,8 @@ def test_rows_of_an_adapter_are_never_anothers(tmp_path: Path, kind: str) -> Non
                 bench.run()
                 assert client.tokens == answers[("", one, other).index(adapter)]
                 cached = client.finished.usage.cached_tokens
-                assert restart or cached == (len(prompt) if adapter == one else 0), "from the disk"
-            assert cached == len(prompt), "from the disk"
+                assert restart or cached == (hit if adapter == one else 0), "from the disk"
+            assert cached == (len(prompt) if restart else hit), "the longer prompt left one later"
             bench.forget()
 
 

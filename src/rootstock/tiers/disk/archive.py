@@ -69,7 +69,9 @@ class BundledPrefix:
         positions, public_tokens = content.get("positions"), content.get("public_tokens")
         if not isinstance(positions, list) or not all(map(_is_count, [*positions, public_tokens])):
             raise ValueError("the positions of the prefix are no numbers")
-        if positions != sorted(set(positions)) or not positions or not positions[0] > 0:
+        if not positions:
+            raise ValueError("the prefix has no position to resume from")
+        if positions != sorted(set(positions)) or not positions[0] > 0:
             raise ValueError("the positions of the prefix are not in order")
         if max(positions[-1], public_tokens or 0) > len(tokens):
             raise ValueError("the prefix has positions beyond its tokens")

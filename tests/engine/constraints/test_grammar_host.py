@@ -209,7 +209,7 @@ SERVER = """
 import sys, threading
 sys.path[:0] = {paths!r}
 from engine.constraints.helpers import BYTES, VOCAB
-from engine.constraints.test_host import COMPILE, ENDLESS, VOCABULARY, never
+from engine.constraints.test_grammar_host import COMPILE, ENDLESS, VOCABULARY, never
 from rootstock.engine.constraints.host import HOST
 process = HOST.fork(HOST.add(VOCABULARY, never))
 asked = process.ask(COMPILE, ENDLESS.encode())
