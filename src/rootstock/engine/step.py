@@ -184,6 +184,9 @@ class StepRunner:
             rows = logits[row : row + segment.logits_to_keep]
             results.append(_Result(rows) if item.drafts else self._result(item, rows))
             row += segment.logits_to_keep
+        for item in plan.scheduled:
+            if item.sequence.sampler.progress is not None:
+                item.sequence.sampler.progress.send()
         for item, result in zip(plan.scheduled, results, strict=True):
             if item.drafts:
                 self._take_verified(item, result.logits)

@@ -185,7 +185,7 @@ class PrefixExport:
         return self._transfer.match(self._tokens, len(self._tokens))
 
     def _positions_in_memory(self) -> list[int]:
-        """Returns where the prompt can be resumed from memory, shallow first, if a record can hold what that reads."""
+        """Returns where the prompt can be resumed from memory, shallow first, if records can hold what that reads."""
         match, queue = self._whole(), self._queue()
         if not match.length or match.node is None:
             return []

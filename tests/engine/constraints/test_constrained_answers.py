@@ -25,6 +25,7 @@ from rootstock.engine.constraints.asked import (
     Regex,
 )
 from rootstock.engine.constraints.compiled import CompiledConstraint
+from rootstock.engine.constraints.frames import Link
 from rootstock.engine.request import Finished, ResolvedSampling, StopParams, TokenEvent, requests_for
 from rootstock.engine.speculation.proposer import NgramProposer
 from rootstock.errors import ConstraintFailed
@@ -180,6 +181,28 @@ def test_a_batch_mate_is_not_changed_by_a_mask() -> None:
     on.run()
     on.expect(*free)
     assert all(is_point(client) for client in held)
+
+
+def test_a_grammar_gets_one_message_for_all_answers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = bench()
+    one, other = compiled(on, POINT), compiled(on, Regex("[ab]{200}"))
+    sent: list[str] = []
+    send = Link.send
+
+    def counted(link: Link, head: dict[str, Any], body: bytes = b"") -> None:
+        sent.append(head.get("do", "ids"))
+        send(link, head, body)
+
+    monkeypatch.setattr(Link, "send", counted)
+    for seed in range(8):
+        ask(on, one if seed % 2 else other, seed, 20)
+    before = on.engine.stats().counters.steps
+    on.run()
+    steps = on.engine.stats().counters.steps - before
+    assert set(sent) <= {"round", "ids"}, "the grammar also asks how a text is tokenized"
+    assert 0 < sent.count("round") <= 2 * (steps + 1), (
+        "one for each grammar and step, and one for each first mask"
+    )
 
 
 def test_choices_share_a_compiled_grammar_and_differ() -> None:

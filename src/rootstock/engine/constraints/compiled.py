@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.engine.constraints.host import GrammarLost, GrammarProcess
+from rootstock.engine.constraints.host import GrammarLost, GrammarProcess, Round
 from rootstock.engine.constraints.vocabulary import Ids, Vocabulary
 
+_T = TypeVar("_T")
 Words = NDArray[np.uint32]  # the bits of a mask, the lowest first
 
 
@@ -53,15 +54,16 @@ class CompiledReasoning:
 class Matcher:
     """A matcher of one answer: which tokens may come next, and whether the answer is complete.
 
-    It lives in the process of its grammar. `take` and `begin_mask` do not wait. One thread uses it at a time.
+    It lives in the process of its grammar. `take`, `begin_mask` and `send` do not wait. One thread uses it at a time.
     """
 
     def __init__(self, process: GrammarProcess) -> None:
         self._process = process
         self._number = next(process.matchers)
-        self._untold: list[int] = []  # tokens that the process does not know
-        self._taking: int | None = None  # the question with the tokens before them
-        self._masking: int | None = None
+        self._tokens: list[int] = []  # of the round
+        self._round: Round | None = None  # with the last tokens, and the mask after them
+        self._index = 0  # in the round
+        self._is_settled = True
         self._stopped = False
         self.error: str | None = None
 
@@ -76,71 +78,67 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Takes the next token. Whether it may come shows in `error` after `settle`."""
-        self._untold.append(token)
-        if self._taking is None:  # not more than one at once: answers that nobody reads would fill the socket
-            self._tell()
+        if self._round is not None and self._round.is_open:
+            self._tokens.append(token)
+        else:
+            self.settle()
+            self._join([token])
+
+    def begin_mask(self) -> None:
+        """Begins the mask of the next token, which `mask` returns. It begins with each token that is taken, too."""
+        if self._round is None:
+            self._join([])
+
+    def send(self) -> None:
+        """Sends the tokens of all matchers of the grammar that it has not got, in one message."""
+        if self._round is not None and self._round.is_open:
+            self._tried(self._process.send)
 
     def settle(self) -> None:
         """Waits until all tokens are taken."""
-        while self._untold or self._taking is not None:
-            self._tell()
-            taking, self._taking = self._taking, None
-            if taking is not None:
-                self._stopped = bool(self._answered(taking).get("stopped"))
+        of, self._is_settled = None if self._is_settled else self._round, True
+        if of is not None and self.error is None:
+            head = self._tried(lambda: self._process.taken(of, self._index)) or {}
+            self._note(head)
+            self._stopped = bool(head.get("stopped"))
 
     def agreeing(self, tokens: list[int]) -> int:
         """Counts the first of these tokens that may come next."""
         self.settle()
-        count = self._answered(self._asked("agree", tokens=tokens)).get("count")
+        if self.error is not None:
+            return 0
+        question = {"do": "agree", "matcher": self._number, "tokens": tokens}
+        answer = self._tried(lambda: self._process.answer(self._process.ask(question)))
+        count = None if answer is None else answer.head.get("count")
         return count if isinstance(count, int) else 0
-
-    def begin_mask(self) -> None:
-        """Asks for the mask of the next token, which `mask` returns."""
-        if self._masking is None:
-            if self._untold:
-                self.settle()
-            self._masking = self._asked("mask")
 
     def mask(self, words: int) -> Words:
         """Returns the mask of the next token: nothing if there is an error."""
-        self.begin_mask()  # after all tokens
+        self.begin_mask()
         self.settle()
-        found, self._masking = self._masking, None
-        body = b""
-        if found is not None and self.error is None:
-            try:
-                answer = self._process.answer(found)
-            except GrammarLost as error:
-                self.error = str(error)
-            else:
-                self._note(answer.head)
-                body = answer.body
+        of, self._round = self._round, None
+        if of is None or self.error is not None:
+            return mask_words(b"", words)
+        head, body = self._tried(lambda: self._process.mask(of, self._index, 4 * words)) or ({}, b"")
+        self._note(head)
         return mask_words(body, words)
 
-    def _tell(self) -> None:
-        if self._untold and self._taking is None:
-            told, self._untold = self._untold, []
-            self._taking = self._asked("take", tokens=told)
-
-    def _asked(self, do: str, **fields: Any) -> int | None:
+    def _join(self, tokens: list[int]) -> None:
+        self._round = None
         if self.error is not None:
-            return None
-        try:
-            return self._process.ask({"do": do, "matcher": self._number, **fields})
-        except GrammarLost as error:
-            self.error = str(error)
-            return None
+            return
+        joined = self._tried(lambda: self._process.join(self._number, tokens))
+        if joined is not None:
+            self._round, self._index = joined
+            self._tokens, self._is_settled = tokens, False
 
-    def _answered(self, asked: int | None) -> dict[str, Any]:
-        if asked is None:
-            return {}
+    def _tried(self, call: Callable[[], _T]) -> _T | None:
+        """Calls a function. Returns None if the process has ended, and notes why."""
         try:
-            head = self._process.answer(asked).head
+            return call()
         except GrammarLost as error:
             self.error = str(error)
-            return {}
-        self._note(head)
-        return head
+            return None
 
     def _note(self, head: dict[str, Any]) -> None:
         if self.error is None and (error := head.get("error")) is not None:

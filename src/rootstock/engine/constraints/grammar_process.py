@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -232,11 +233,38 @@ class _Grammar:
                 signal.setitimer(signal.ITIMER_PROF, _MOST_COMPILE_S if costly else _MOST_TOKEN_S)
                 if costly:  # only then the server stops it for a while
                     signal.setitimer(signal.ITIMER_REAL, _MOST_WAIT_S)
+                if message.head["do"] == "round":
+                    self._round(message)
+                    continue
                 head, body = self._answer(message)
                 if costly:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-                grown = max(0, _rss_bytes() - self._rss_at_start)
-                self._link.send({"to": message.head["ask"], "grown": grown, **head}, body)
+                self._send(message, head, body)
+
+    def _send(self, message: Message, head: dict[str, Any], body: bytes = b"") -> None:
+        grown = max(0, _rss_bytes() - self._rss_at_start)
+        self._link.send({"to": message.head["ask"], "grown": grown, **head}, body)
+
+    def _round(self, message: Message) -> None:
+        """Has matchers take tokens, and says what came of it. Then computes the masks after them: the server goes on
+        with its step meanwhile."""
+        self._forget(message.head.get("gone", ()))
+        matchers, taken = [], []
+        for number, tokens in message.head["items"]:
+            signal.setitimer(signal.ITIMER_PROF, _MOST_TOKEN_S)
+            matcher = self._matcher(number)
+            for token in tokens:
+                if not matcher.consume_token(token):
+                    break
+            matchers.append(matcher)
+            taken.append({"stopped": matcher.is_stopped(), **_error_of(matcher)})
+        self._send(message, {"items": taken})
+        masks = []
+        for matcher in matchers:
+            signal.setitimer(signal.ITIMER_PROF, _MOST_TOKEN_S)
+            masks.append(self._mask(matcher))
+        heads, bodies = [head for head, _ in masks], [body for _, body in masks]
+        self._send(message, {"masks": True, "items": heads}, b"".join(bodies))
 
     def encode(self, text: bytes) -> list[int]:
         """Has the server tokenize a text, or its beginning. Other requests may arrive before the answer."""
@@ -253,25 +281,20 @@ class _Grammar:
 
     def _answer(self, message: Message) -> tuple[dict[str, Any], bytes]:
         head = message.head
-        for number in head.get("gone", ()):
-            self._matchers.pop(number, None)
+        self._forget(head.get("gone", ()))
         match head["do"]:
             case "compile":
                 return self._compile(head["kind"], message.body.decode())
             case "patterns":
                 return {"supported": list(map(_is_supported, head["patterns"]))}, b""
-            case "take":
-                matcher = self._matcher(head["matcher"])
-                for token in head["tokens"]:
-                    if not matcher.consume_token(token):
-                        break
-                return {"stopped": matcher.is_stopped(), **_error_of(matcher)}, b""
             case "agree":
                 return {"count": self._matcher(head["matcher"]).validate_tokens(head["tokens"])}, b""
-            case "mask":
-                return self._mask(self._matcher(head["matcher"]))
             case other:
                 raise AssertionError(other)
+
+    def _forget(self, gone: Iterable[int]) -> None:
+        for number in gone:
+            self._matchers.pop(number, None)
 
     def _compile(self, kind: str, text: str) -> tuple[dict[str, Any], bytes]:
         try:
@@ -302,6 +325,8 @@ class _Grammar:
     def _mask(self, matcher: LLMatcher) -> tuple[dict[str, Any], bytes]:
         assert self._tokenizer is not None
         words = (self._tokenizer.vocab_size + 31) // 32
+        if matcher.is_error():
+            return _error_of(matcher), bytes(4 * words)
         if len(self._words) != words:
             self._words = array.array("I", bytes(4 * words))
         address, _ = self._words.buffer_info()

@@ -269,6 +269,21 @@ class GrammarHost:
         self._stop = self._link = self._end = self._process = None
 
 
+class Round:
+    """A question about several matchers of one process, in one message: tokens to take, and the masks after them.
+
+    It is open, and other matchers may join it, until the first of them waits for an answer or calls `send`.
+    """
+
+    __slots__ = ("__weakref__", "is_open", "items", "masks", "taken")
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.items: list[tuple[int, list[int]]] = []  # matchers and their tokens
+        self.taken: Message | None = None
+        self.masks: Message | None = None
+
+
 class GrammarProcess:
     """The process of a grammar. A process answers in the order in which it was asked."""
 
@@ -289,6 +304,9 @@ class GrammarProcess:
         self._lock = threading.RLock()  # of everything below
         self._asked = itertools.count()
         self._answers: dict[int, Message] = {}
+        self._open: Round | None = None
+        # Nothing else refers to a round once its answers have ended: what comes for it then is dropped.
+        self._rounds: weakref.WeakValueDictionary[int, Round] = weakref.WeakValueDictionary()
         self._lost: str | None = None
         self.grown_bytes = 0
         self._told_bytes = 0
@@ -315,23 +333,69 @@ class GrammarProcess:
         """Waits for the answer to a question. Raises GrammarLost; with `patient`, TimeoutError instead."""
         with self._lock:
             while asked not in self._answers:
-                self._refuse_lost()
-                try:
-                    self._end.settimeout(timeout_s)
-                    message = self._link.receive()
-                    self._take(message)
-                except TimeoutError:
-                    if patient:
-                        raise
-                    self._lose()
-                except LinkBroken:
-                    self._lose()
+                self._receive(timeout_s, patient=patient)
             found = self._answers.pop(asked)
-        grown = found.head.get("grown")
+        self._note_growth(found)
+        return found
+
+    def join(self, matcher: int, tokens: list[int]) -> tuple[Round, int]:
+        """Adds a matcher to the open round. Returns the round, and the matcher's index in it. Raises GrammarLost.
+
+        `tokens` may grow while the round is open.
+        """
+        with self._lock:
+            self._refuse_lost()
+            if self._open is None:
+                self._open = Round()
+            self._open.items.append((matcher, tokens))
+            return self._open, len(self._open.items) - 1
+
+    def send(self) -> None:
+        """Sends the open round, if there is one. Does not wait. Raises GrammarLost."""
+        with self._lock:
+            opened, self._open = self._open, None
+            if opened is not None:
+                opened.is_open = False
+                self._rounds[self.ask({"do": "round", "items": opened.items})] = opened
+
+    def taken(self, of: Round, index: int) -> dict[str, Any]:
+        """Waits until the matchers of a round have taken their tokens. Returns one's answer. Raises GrammarLost."""
+        with self._lock:
+            if of.is_open:
+                self.send()
+            while of.taken is None:
+                self._receive(_MOST_WAIT_S)
+        self._note_growth(of.taken)
+        return _item(of.taken, index)
+
+    def mask(self, of: Round, index: int, size: int) -> tuple[dict[str, Any], bytes]:
+        """Waits for the masks of a round. Returns one's answer, and its mask of `size` bytes. Raises GrammarLost."""
+        with self._lock:
+            if of.is_open:
+                self.send()
+            while of.masks is None:
+                self._receive(_MOST_WAIT_S)
+        self._note_growth(of.masks)
+        return _item(of.masks, index), of.masks.body[index * size : (index + 1) * size]
+
+    def _receive(self, timeout_s: float, *, patient: bool = False) -> None:
+        """Receives a message. Raises GrammarLost; with `patient`, TimeoutError instead."""
+        self._refuse_lost()
+        try:
+            self._end.settimeout(timeout_s)
+            self._take(self._link.receive())
+        except TimeoutError:
+            if patient:
+                raise
+            self._lose()
+        except LinkBroken:
+            self._lose()
+
+    def _note_growth(self, message: Message) -> None:
+        grown = message.head.get("grown")
         if isinstance(grown, int) and grown > self.grown_bytes + _GROWTH_STEP_BYTES:
             self.grown_bytes = grown
             self._host.grown()
-        return found
 
     def compiled(self, head: dict[str, Any], body: bytes, tenant: str) -> Message:
         """Asks a question that may take long, in turns with others. Raises GrammarLost and CompilerBusy."""
@@ -376,8 +440,14 @@ class GrammarProcess:
             ids = self._vocabulary.encode(message.body)
             self._end.settimeout(_MOST_WAIT_S)
             self._link.send({"ids": ids})
-        elif isinstance(head.get("to"), int):
-            self._answers[head["to"]] = message
+        elif isinstance(asked := head.get("to"), int):
+            found = self._rounds.get(asked)
+            if found is not None and "masks" in head:
+                found.masks = message
+            elif found is not None:
+                found.taken = message
+            elif "items" not in head:
+                self._answers[asked] = message
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:
@@ -390,6 +460,13 @@ class GrammarProcess:
         status = self._host.end_of(self._number)
         self._lost = _REASONS.get(status or 0, f"its compiler ended: {_SMALLER}")
         raise GrammarLost(self._lost)
+
+
+def _item(message: Message, index: int) -> dict[str, Any]:
+    """Returns an item of a message, in which a process that fails may have written anything."""
+    items = message.head.get("items")
+    found = items[index] if isinstance(items, list) and index < len(items) else None
+    return found if isinstance(found, dict) else {"error": "its process answered wrongly"}
 
 
 def supported_patterns(patterns: Sequence[str]) -> list[bool]:

@@ -41,9 +41,11 @@ class MaskWorker:
 
 
 def _prepare(answers: Sequence[AnswerProgress]) -> None:
-    for answer in answers:  # all processes compute at once
+    for answer in answers:
         with suppress(Exception):
             answer.begin()
+    for answer in answers:  # all processes compute at once
+        answer.send()
     for answer in answers:
         with suppress(Exception):  # the answer computes the mask again when it needs it, and fails alone
             answer.prepare()

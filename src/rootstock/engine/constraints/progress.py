@@ -128,9 +128,14 @@ class AnswerProgress:
                 raise _failed(self._matcher)
 
     def begin(self) -> None:
-        """Begins what `prepare` returns with, and does not wait for it."""
+        """Begins what `prepare` returns with, once `send` is called."""
         if self.needs_mask:
             self._started().begin_mask()
+
+    def send(self) -> None:
+        """Sends the grammar what all answers with it have begun and accepted. Does not wait."""
+        if self._matcher is not None:
+            self._matcher.send()
 
     def prepare(self) -> None:
         """Computes the mask of the next token, if it needs one. An error of the grammar appears in `restriction`."""
