@@ -70,6 +70,8 @@ def test_a_server_without_keys_is_seen_as_well(browser: Chromium, tmp_path: Path
         assert at_each_width(tab) == []
         tab.until("document.getElementById('memory').innerText.includes('host memory')")
         assert "disk" not in said(tab, "#memory") + said(tab, "#rates")
+        tab.until("document.getElementById('inside-blocks') !== null")
+        assert "behind the last whole block" in said(tab, "#inside-blocks")
         assert tab.errors == []
 
 

@@ -82,6 +82,10 @@ export function showRates(rates, pool) {
   detail.toggleAttribute("open", Boolean(byId("rates").querySelector("details")?.open));
   const axis = el("div", { class: "axis hint" }, el("span", {}, "15 min ago"), el("span", {}, "every 10 s"), el("span", {}, "now"));
   fill(byId("rates"), ...rows, keys(sources.map(([, look, name]) => [look, name])), sparkline(rates.history), axis, detail);
+  if (pool?.inside_block_tokens) {
+    byId("rates").append(el("p", { class: "hint", id: "inside-blocks" },
+      `Of ${count(pool.hit_tokens)} cached tokens since the start, ${count(pool.inside_block_tokens)} lie behind the last whole block of their hit.`));
+  }
 }
 
 /** The sources of the prompt tokens of each 10 seconds of the last quarter of an hour. @param {number[][]} history */
