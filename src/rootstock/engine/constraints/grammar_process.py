@@ -39,6 +39,7 @@ _MOST_BEGIN_S = 0.5  # the first mask
 _MOST_TOKEN_S = 0.08  # a later one, for which all requests wait
 # Of a text that is forced only the next token counts. The tokens of 100,000 characters would take long at each token.
 _MOST_FORCED_BYTES = 4_096
+_MOST_ENCODED = 256
 OUT_OF_MEMORY = 3  # exit status
 _MOST_WAIT_S = 300.0  # for an answer, by the wall clock: a stopped process does not outlive a killed server
 _SIGNALS = {"stop": signal.SIGSTOP, "go": signal.SIGCONT, "kill": signal.SIGKILL}
@@ -141,6 +142,9 @@ def _limit(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the line above
             os._exit(0)
+        # Without this a message to it would interrupt the server's step until all masks are computed.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         _lower(resource.RLIMIT_AS, pages * mmap.PAGESIZE + _MOST_NEW_BYTES)
@@ -222,6 +226,7 @@ class _Grammar:
         self._matchers: dict[int, LLMatcher] = {}
         self._rss_at_start = _rss_bytes()
         self._words = array.array("I")
+        self._encoded: dict[bytes, list[int]] = {}  # texts that the grammar forces again and again
         _Tokens.asks = self
 
     def run(self) -> None:
@@ -271,11 +276,16 @@ class _Grammar:
         end = _MOST_FORCED_BYTES
         while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character
             end -= 1
+        known = self._encoded.get(text[:end])
+        if known is not None:
+            return known
         self._link.send({"encode": True}, text[:end])
         while True:
             message = self._link.receive()
             if "ids" in message.head:
                 ids: list[int] = message.head["ids"]
+                if len(self._encoded) < _MOST_ENCODED:
+                    self._encoded[text[:end]] = ids
                 return ids
             self._waiting.append(message)
 
