@@ -8,8 +8,8 @@ and npm into --folder, which later runs use again.
 
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
 tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
-the same system prompt, which is as long as an agent's. JavaScript's drivers also ask for an effort of reasoning, and
-go on behind a turn with an image.
+the same system prompt, which is as long as an agent's. It also goes on behind a turn with an image, and asks for an
+effort of reasoning: the scripted model tells what of both its prompt has.
 
 An agent is asked to run a command with its shell tool and to tell the output, then goes on in a second process. In
 a third it gives an object by a JSON schema, if it has an option for that. Agents always stream. An agent's share is

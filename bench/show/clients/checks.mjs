@@ -14,6 +14,9 @@ export const ASK_JSON = "Where is it how warm? Reply in JSON.";
 export const TOOL = "get_weather";
 export const TOOL_ABOUT = "Tells the weather.";
 export const TOOL_RESULT = "sunny, 21 degrees";
+// The scripted model tells the wish for reasoning that its prompt has, and the number of images.
+export const [THINKS, THINKS_NOT] = ["Reasoning: on.", "Reasoning: off."];
+export const [THINKS_HIGH, SEES] = ["Reasoning: high.", "Images: 1."];
 export const WEATHER = {
   type: "object",
   properties: { city: { type: "string" } },
