@@ -6,6 +6,7 @@ check: its name, whether it passed, and a detail. A check returns the detail, an
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -35,8 +36,8 @@ TOOL_RESULT = "sunny, 21 degrees"
 # The scripted model tells the wish for reasoning that its prompt has, and the number of images.
 THINKS, THINKS_HIGH, SEES = "Reasoning: on.", "Reasoning: high.", "Images: 1."
 
-# A picture of one pixel.
-IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+# A picture of one pixel, in base64.
+IMAGE = base64.b64encode(Path(__file__).with_name("picture.png").read_bytes()).decode()
 IMAGE_TYPE = "image/png"
 IMAGE_URL = f"data:{IMAGE_TYPE};base64,{IMAGE}"
 
