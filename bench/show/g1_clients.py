@@ -112,11 +112,10 @@ class Agent:
     show: Callable[[Path], None] | None = None  # puts a picture in the home's last session
 
 
-# litellm imports the package of its extra "mcp" for each request with tools.
 PYTHON = {
     "openai": PythonClient("use_openai.py", "openai", "openai"),
     "anthropic": PythonClient("use_anthropic.py", "anthropic", "anthropic"),
-    "litellm": PythonClient("use_litellm.py", "litellm[mcp]", "litellm"),
+    "litellm": PythonClient("use_litellm.py", "litellm", "litellm"),
     "langchain-openai": PythonClient("use_langchain.py", "langchain-openai", "langchain-openai"),
     "llama-index": PythonClient(
         "use_llama_index.py", "llama-index-llms-openai-like", "llama-index-llms-openai-like"
@@ -143,7 +142,7 @@ JAVASCRIPT = {
     "AI SDK anthropic": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "anthropic"),
     "LangChain.js chat": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "chat"),
     "LangChain.js Responses": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "responses"),
-    "LangChain.js Anthropic": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "anthropic"),
+    "LangChain.js Anthropic": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS[::-1], ZOD), "anthropic"),
 }
 
 
@@ -401,9 +400,10 @@ def checked(command: Sequence[str]) -> list[dict[str, Any]]:
 def run_node_driver(client: NodeClient, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
     prefix = folder / Path(client.driver).stem
     done = prefix / "installed"
-    if not done.exists() or done.read_text() != str(client.packages):
-        install(prefix, *client.packages)
-        done.write_text(str(client.packages))
+    packages = sorted(client.packages)
+    if not done.exists() or done.read_text() != str(packages):
+        install(prefix, *packages)
+        done.write_text(str(packages))
     # Node looks for packages in the folders above a module: the drivers stand beside theirs.
     for name in ("checks.mjs", PICTURE, client.driver):
         shutil.copy(HERE / "clients" / name, prefix)
