@@ -9,7 +9,7 @@ installed with pip and npm into --folder, which later runs use again.
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
 tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
 the same system prompt, which is as long as an agent's. It also goes on behind a turn with an image, and asks for an
-effort of reasoning: the scripted model tells what of both its prompt has.
+effort of reasoning: the scripted model tells which of both its prompt has.
 
 An agent is asked to run a command with its shell tool and to tell the output, then goes on in a second process. In a
 third it gives an object by a JSON schema, if it has an option for that. Then it gets a picture with an effort of
@@ -104,7 +104,7 @@ class Agent:
     install: str = ""  # a script of the package's that puts its binary in place
     structured: tuple[str, ...] = ()  # arguments; (): it has no option for a schema
     effort: tuple[str, ...] = ()  # arguments, if the effort needs a process of its own
-    thinks: str = THINKS_HIGH  # what the model tells of the effort
+    thinks: str = THINKS_HIGH  # the model's words for the effort
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare: tuple[str, ...] = ()  # a command that stores the settings; {url} is the server's
     settings: Callable[[str], dict[str, Any]] = lambda url: {}  # JSON by path, in the home

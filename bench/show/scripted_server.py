@@ -3,10 +3,10 @@
 Server, engine, cache, tokenizer and forward are the real ones. The model is a small, untrained Llama. The sampler
 raises the logit of the script's next token, which the last turn of the rendered prompt decides: a call of a known
 tool where the user says "use the tool", a picture's where the user says "look at the picture PATH", an object where
-the user says "reply in JSON", the result of a tool, or a sentence. The sentence also tells what else the prompt has:
-the wish for reasoning, as the template writes it, and the number of images. Penalties, masks of a grammar and
-temperature apply as they do to any model. Where a mask forbids the script's token, the sampler calls one of the
-tools, or closes the JSON that it is in. Calls are text of the model, which the server parses.
+the user says "reply in JSON", the result of a tool, or a sentence. The sentence also tells the wish for reasoning, as
+the template writes it, and the number of images that the prompt has. Penalties, masks of a grammar and temperature
+apply as they do to any model. Where a mask forbids the script's token, the sampler calls one of the tools, or closes
+the JSON that it is in. Calls are text of the model, which the server parses.
 
     python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
 
@@ -42,7 +42,7 @@ SPEC = TinyModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
 )
 NAMED = re.compile(r'"name": "(\w+)"')
-REASONING = re.compile(r"<\|system\|>\n(Reasoning: \w+)")  # as the template writes it
+REASONING = re.compile(r"<\|system\|>\n(Reasoning: \w+)<\|turn_end\|>\n")  # as the template writes it
 IMAGE_LINE = "[An image, which this model cannot see]"  # the server's line for an image
 MOST_REPEATED = 300  # characters
 DEEPEST = 8  # objects within each other in the arguments of a call
@@ -80,6 +80,9 @@ ANY_TOOL = False  # whether tools are called that CALLS does not have; set by --
 
 def scripts_for(prompt: str) -> list[str]:
     """Returns the answer to a rendered prompt, and the calls of its tools, for a request that forces one."""
+    wish = REASONING.search(prompt)
+    if wish is not None:  # a setting, not a turn of the conversation
+        prompt = prompt[: wish.start()] + prompt[wish.end() :]
     turns = re.split(r"<\|(system|user|assistant|tool)\|>\n", prompt)
     spoken = [(role, text.removesuffix("\n")) for role, text in zip(turns[1::2], turns[2::2], strict=True)]
     asked = [(role, text) for role, text in spoken if role in ("user", "tool")]
@@ -108,7 +111,6 @@ def scripts_for(prompt: str) -> list[str]:
         answer = f"I was told: {told[:MOST_REPEATED]}"
     else:
         images = sum(text.count(IMAGE_LINE) for _, text in asked)
-        wish = REASONING.search(prompt)
         seen = [f"{wish[1]}." if wish else "", f"Images: {images}." if images else ""]
         answer = " ".join(filter(None, [ANSWER, *seen]))
     return [answer, *calls]

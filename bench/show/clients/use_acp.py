@@ -26,7 +26,7 @@ class Connection:
         self.said: list[str] = []  # pieces of the agent's text
 
     def call(self, method: str, **params: Any) -> Any:
-        """Returns the result of a method, after answering what the agent asks in the meantime."""
+        """Returns the result of a method, after answering the agent's questions in the meantime."""
         id = next(self._ids)
         self._send({"id": id, "method": method, "params": params})
         for line in self._from_agent:
