@@ -3,23 +3,30 @@
 The server is bench/show/scripted_server.py: everything is real but the choice of tokens, which follows a script: the
 model calls a tool and then answers. Each Python client runs in a virtual environment of its own and each JavaScript
 client in an npm prefix of its own (bench/show/clients has the drivers). Each coding agent runs non-interactively,
-started by `rootstock launch`, with a home and a working directory of its own. Missing packages are installed with pip
-and npm into --folder, which later runs use again.
+started by `rootstock launch` if that knows it, with a home and a working directory of its own. Missing packages are
+installed with pip and npm into --folder, which later runs use again.
 
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
 tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
-the same system prompt, which is as long as an agent's. JavaScript's drivers also ask for an effort of reasoning, and
-go on behind a turn with an image.
+the same system prompt, which is as long as an agent's. It also goes on behind a turn with an image, and asks for an
+effort of reasoning: the scripted model tells which of both its prompt has.
 
-An agent is asked to run a command with its shell tool and to tell the output, then goes on in a second process. In
-a third it gives an object by a JSON schema, if it has an option for that. Agents always stream. An agent's share is
-that of the longest prompt of its second process, which is the conversation's. Qwen Code also asks a subagent there
-for the first time, with a system prompt and tools of its own. "all prompts" is the share of everything that the
-process asked, and "new session" that of the longest prompt of a new conversation in the same directory.
+An agent is asked to run a command with its shell tool and to tell the output, then goes on in a second process. In a
+third it gives an object by a JSON schema, if it has an option for that. Then it gets a picture with an effort of
+reasoning, and goes on behind the picture. Agents always stream. An agent's share is that of the longest prompt of the
+second process, which is the conversation's. Qwen Code also asks a subagent there for the first time, with a system
+prompt and tools of its own. "all prompts" is the share of everything that the process asked, and "new session" that
+of the longest prompt of a new conversation in the same directory.
+
+pi, Continue and Cline are pointed at the server by files and variables of their own. Continue takes pictures only
+from the clipboard of its screen: here its saved session gets one, in the form that the screen saves. Cline goes on in
+a second process only in its screen or over the Agent Client Protocol, which is used here. There it sends no effort,
+so a process of its own asks with one.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -29,14 +36,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import argument_parser, at_least, conclude, could_not, exactly
 from peers import PeerProcess, PeerUnavailable, free_port
-from scripted_server import ANSWER, COMMAND, NAME
+from scripted_server import ANSWER, COMMAND, IMAGE_LINE, NAME
 
 SHOW = "G1"
 HERE = Path(__file__).parent
@@ -58,7 +65,11 @@ SCHEMA = {
 ALL, NEW = "all prompts", "new session"  # shares without a bar
 # For packages that send telemetry.
 QUIET = {"DO_NOT_TRACK": "1"}
-SCHEMA_FILE = "schema.json"  # in the agent's working directory
+SCHEMA_FILE, PICTURE = "schema.json", "picture.png"  # in the agent's working directory
+ASK_PICTURE = f"@{PICTURE} {ASK_WHO}"
+LOOK = f"Look at the picture {{work}}/{PICTURE}"  # with a tool
+SEES, THINKS_HIGH = "Images: 1.", "Reasoning: high."
+KEY = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +87,35 @@ class NodeClient:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeAgent:
-    launched_as: str  # by `rootstock launch`
-    package: str
-    install: str  # a script of the package's that puts its binary in place; "": it has none
-    first: tuple[str, ...]  # arguments; the prompt follows
+class Turns:
+    """Arguments of two processes of an agent, the second of which goes on. The prompt follows."""
+
+    first: tuple[str, ...]
     second: tuple[str, ...]
-    structured: tuple[str, ...] = ()  # (): it has no option for a schema
 
 
-# litellm imports the package of its extra "mcp" for each request with tools.
+@dataclass(frozen=True, slots=True)
+class Agent:
+    package: str  # of the npm registry, with a version where a later one cannot be installed or is not known to fit
+    command: tuple[str, ...]  # arguments follow; {url} is the server's
+    turns: Turns
+    pictured: Turns  # with a picture and an effort
+    picture: str = ASK_PICTURE  # the first prompt with a picture; {work} is the working directory
+    install: str = ""  # a script of the package's that puts its binary in place
+    structured: tuple[str, ...] = ()  # arguments; (): it has no option for a schema
+    effort: tuple[str, ...] = ()  # arguments, if the effort needs a process of its own
+    thinks: str = THINKS_HIGH  # the model's words for the effort
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: tuple[str, ...] = ()  # a command that stores the settings; {url} is the server's
+    settings: Callable[[str], dict[str, Any]] = lambda url: {}  # JSON by path, in the home
+    picture_settings: Callable[[str], dict[str, Any]] = lambda url: {}  # written before the first picture
+    show: Callable[[Path], None] | None = None  # puts a picture in the home's last session
+
+
 PYTHON = {
     "openai": PythonClient("use_openai.py", "openai", "openai"),
     "anthropic": PythonClient("use_anthropic.py", "anthropic", "anthropic"),
-    "litellm": PythonClient("use_litellm.py", "litellm[mcp]", "litellm"),
+    "litellm": PythonClient("use_litellm.py", "litellm", "litellm"),
     "langchain-openai": PythonClient("use_langchain.py", "langchain-openai", "langchain-openai"),
     "llama-index": PythonClient(
         "use_llama_index.py", "llama-index-llms-openai-like", "llama-index-llms-openai-like"
@@ -116,38 +142,167 @@ JAVASCRIPT = {
     "AI SDK anthropic": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "anthropic"),
     "LangChain.js chat": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "chat"),
     "LangChain.js Responses": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "responses"),
-    "LangChain.js Anthropic": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS, ZOD), "anthropic"),
+    "LangChain.js Anthropic": NodeClient("use_langchain_js.mjs", (*LANGCHAIN_JS[::-1], ZOD), "anthropic"),
 }
-NODE = {
-    "Claude Code": NodeAgent(
-        "claude",
+
+
+def launched(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "rootstock", "launch", name, "--url", "{url}", "--")
+
+
+# ---- settings of agents that `rootstock launch` does not know, or that it does not set
+
+
+def opencode_sees(url: str) -> dict[str, Any]:
+    """Returns opencode's settings of a model that sees images and has efforts, beside those of the launch."""
+    model = {
+        "attachment": True,
+        "reasoning": True,
+        "modalities": {"input": ["text", "image"], "output": ["text"]},
+        "options": {"reasoningEffort": "high"},
+    }
+    return {"work/opencode.json": {"provider": {"rootstock": {"models": {NAME: model}}}}}
+
+
+def qwen_sees(url: str) -> dict[str, Any]:
+    config = {"modalities": {"image": True}, "reasoning": {"effort": "high"}}
+    return {".qwen/settings.json": {"model": {"generationConfig": config}}}
+
+
+def pi(api: str, path: str, thinks: str = THINKS_HIGH) -> Agent:
+    def settings(url: str) -> dict[str, Any]:
+        model = {
+            "id": NAME,
+            "reasoning": True,
+            "input": ["text", "image"],
+            "contextWindow": 131_072,
+            "maxTokens": 8_192,
+        }
+        provider = {"baseUrl": url + path, "api": api, "apiKey": KEY, "models": [model]}
+        return {".pi/agent/models.json": {"providers": {"rootstock": provider}}}
+
+    return Agent(
+        "@mariozechner/pi-coding-agent@0.73.1",
+        ("pi", "--provider", "rootstock", "--model", NAME),
+        Turns(("-p",), ("-p", "--continue")),
+        Turns(("-p", "--thinking", "high", f"@{PICTURE}"), ("-p", "--thinking", "high", "--continue")),
+        picture=ASK_WHO,
+        thinks=thinks,
+        environment={"PI_OFFLINE": "1"},
+        settings=settings,
+    )
+
+
+def continue_settings(url: str, **request: Any) -> dict[str, Any]:
+    model = {
+        "name": NAME,
+        "provider": "openai",
+        "model": NAME,
+        "apiBase": f"{url}/v1",
+        "apiKey": KEY,
+        "roles": ["chat"],
+        "capabilities": ["tool_use", "image_input"],
+        "requestOptions": request,
+    }
+    config = {"name": "rootstock", "version": "1.0.0", "schema": "v1", "models": [model]}
+    return {"continue.yaml": config}  # JSON is YAML, too
+
+
+def continue_thinks(url: str) -> dict[str, Any]:
+    return continue_settings(url, extraBodyProperties={"reasoning_effort": "high"})
+
+
+def show_continue(place: Path) -> None:
+    """Adds a picture to the first message of the last session, as the screen saves one from the clipboard."""
+    sessions = (place / ".continue" / "sessions").glob("*-*.json")
+    last = max(sessions, key=lambda session: session.stat().st_mtime_ns)
+    session = json.loads(last.read_text())
+    message = session["history"][0]["message"]
+    image = base64.b64encode((HERE / "clients" / PICTURE).read_bytes()).decode()
+    shown = {"type": "imageUrl", "imageUrl": {"url": f"data:image/png;base64,{image}"}}
+    message["content"] = [{"type": "text", "text": message["content"]}, shown]
+    last.write_text(json.dumps(session))
+
+
+CONTINUE = Turns(("-p",), ("--resume", "-p"))
+ACP = (sys.executable, str(HERE / "clients" / "use_acp.py"))
+CLINE = Turns((*ACP, "cline", "--acp"), (*ACP, "--continue", "cline", "--acp"))
+CODEX_SEES = ("-c", 'model_reasoning_effort="high"', "-c", "features.view_image=true")
+AGENTS = {
+    "Claude Code": Agent(
         "@anthropic-ai/claude-code",
-        "install.cjs",
-        ("-p", "--allowedTools", "Bash", "--"),
-        ("-p", "--continue", "--"),
-        ("-p", "--output-format", "json", "--json-schema", json.dumps(SCHEMA), "--"),
+        launched("claude"),
+        Turns(("-p", "--allowedTools", "Bash", "--"), ("-p", "--continue", "--")),
+        Turns(("-p", "--effort", "high", "--"), ("-p", "--effort", "high", "--continue", "--")),
+        install="install.cjs",
+        structured=("-p", "--output-format", "json", "--json-schema", json.dumps(SCHEMA), "--"),
     ),
-    # Its own sandbox needs namespaces, which containers often forbid. The script runs one harmless command.
-    "Codex": NodeAgent(
-        "codex",
+    # Its own sandbox needs namespaces, which containers often forbid. The script runs one harmless command. The tool
+    # for pictures is switched on again for these turns, as a user's own settings may.
+    "Codex": Agent(
         "@openai/codex",
-        "",
-        ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
-        ("exec", "resume", "--last", "--skip-git-repo-check"),
-        ("exec", "--skip-git-repo-check", "--output-schema", SCHEMA_FILE),
+        launched("codex"),
+        Turns(
+            ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+            ("exec", "resume", "--last", "--skip-git-repo-check"),
+        ),
+        Turns(
+            ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", *CODEX_SEES),
+            ("exec", "resume", "--last", "--skip-git-repo-check", *CODEX_SEES),
+        ),
+        picture=LOOK,
+        structured=("exec", "--skip-git-repo-check", "--output-schema", SCHEMA_FILE),
     ),
-    "opencode": NodeAgent("opencode", "opencode-ai", "postinstall.mjs", ("run",), ("run", "--continue")),
-    "Qwen Code": NodeAgent(
-        "qwen-code",
+    "opencode": Agent(
+        "opencode-ai",
+        launched("opencode"),
+        Turns(("run",), ("run", "--continue")),
+        Turns(("run", "--file", PICTURE, "--"), ("run", "--continue")),
+        picture=ASK_WHO,
+        install="postinstall.mjs",
+        picture_settings=opencode_sees,
+    ),
+    "Qwen Code": Agent(
         "@qwen-code/qwen-code",
-        "",
-        ("--yolo",),
-        ("--yolo", "--continue"),
-        ("--yolo", "--json-schema", json.dumps(SCHEMA)),
+        launched("qwen-code"),
+        Turns(("--yolo",), ("--yolo", "--continue")),
+        Turns(("--yolo",), ("--yolo", "--continue")),
+        structured=("--yolo", "--json-schema", json.dumps(SCHEMA)),
+        picture_settings=qwen_sees,
+    ),
+    # The package's later name cannot be installed from every registry.
+    "pi chat": pi("openai-completions", "/v1"),
+    "pi Responses": pi("openai-responses", "/v1"),
+    "pi Messages": pi("anthropic-messages", "", thinks="Reasoning: on."),
+    "Continue": Agent(
+        "@continuedev/cli@1.5.47",
+        ("cn", "--config", "../continue.yaml", "--auto"),
+        CONTINUE,
+        CONTINUE,
+        picture=ASK_WHO,
+        environment={"CONTINUE_TELEMETRY_ENABLED": "0"},
+        settings=continue_settings,
+        picture_settings=continue_thinks,
+        show=show_continue,
+    ),
+    "Cline": Agent(
+        "cline@3.0.65",
+        (),
+        CLINE,
+        CLINE,
+        picture=LOOK,
+        effort=("cline", "--thinking", "high"),
+        # Otherwise its first process leaves one behind, which serves the others.
+        environment={
+            "CLINE_SESSION_BACKEND_MODE": "local",
+            "CLINE_PROVIDER": "openai-compatible",
+            "CLINE_API_KEY": KEY,
+        },
+        prepare=("cline", "auth", "--provider", "openai", "-k", KEY, "-m", NAME, "-b", "{url}/v1"),
     ),
 }
 
-CLIENTS = [*PYTHON, *JAVASCRIPT, *NODE]
+CLIENTS = [*PYTHON, *JAVASCRIPT, *AGENTS]
 
 
 def main() -> None:
@@ -185,7 +340,7 @@ def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[s
             elif name in JAVASCRIPT:
                 version, lines = run_node_driver(JAVASCRIPT[name], url, folder)
             else:
-                version, lines = run_agent(NODE[name], url, folder, usage)
+                version, lines = run_agent(AGENTS[name], url, folder, usage)
         except (subprocess.SubprocessError, OSError) as error:
             version, lines = "", [{"check": "run", "ok": False, "detail": f"{type(error).__name__}: {error}"}]
         failed = [line for line in lines if not line["ok"]]
@@ -245,11 +400,12 @@ def checked(command: Sequence[str]) -> list[dict[str, Any]]:
 def run_node_driver(client: NodeClient, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
     prefix = folder / Path(client.driver).stem
     done = prefix / "installed"
-    if not done.exists() or done.read_text() != str(client.packages):
-        install(prefix, *client.packages)
-        done.write_text(str(client.packages))
+    packages = sorted(client.packages)
+    if not done.exists() or done.read_text() != str(packages):
+        install(prefix, *packages)
+        done.write_text(str(packages))
     # Node looks for packages in the folders above a module: the drivers stand beside theirs.
-    for name in ("checks.mjs", client.driver):
+    for name in ("checks.mjs", PICTURE, client.driver):
         shutil.copy(HERE / "clients" / name, prefix)
     command = ["node", str(prefix / client.driver), url, NAME]
     return client.packages[0].rpartition("@")[2], checked([*command, client.api] if client.api else command)
@@ -263,37 +419,78 @@ def install(prefix: Path, *packages: str) -> None:
 # ---- agents
 
 
-def run_agent(agent: NodeAgent, url: str, folder: Path, usage: Path) -> tuple[str, list[dict[str, Any]]]:
-    modules = folder / "node" / "node_modules"
-    package = modules / agent.package
-    if not (package / "package.json").exists():
-        install(folder / "node", agent.package)
-        if agent.install:
-            quietly(["node", agent.install], INSTALL_S, cwd=package)
-    version = json.loads((package / "package.json").read_text())["version"]
-    with home(modules / ".bin") as environment, tempfile.TemporaryDirectory() as work:
-        quietly(["git", "init", "--quiet", work], RUN_S)
-        Path(work, SCHEMA_FILE).write_text(json.dumps(SCHEMA))
+def run_agent(agent: Agent, url: str, folder: Path, usage: Path) -> tuple[str, list[dict[str, Any]]]:
+    version = install_agent(agent, folder / "node")
+    with home(folder / "node" / "node_modules" / ".bin") as variables:
+        place = Path(variables["HOME"])
+        work = place / "work"
+        quietly(["git", "init", "--quiet", str(work)], RUN_S)
+        (work / SCHEMA_FILE).write_text(json.dumps(SCHEMA))
+        shutil.copy(HERE / "clients" / PICTURE, work)
+        environment = {**variables, **OUR_PATH, **agent.environment}
 
-        def ask(arguments: Sequence[str], prompt: str) -> str:
-            command = [sys.executable, "-m", "rootstock", "launch", agent.launched_as, "--url", url, "--"]
-            ended = run([*command, *arguments, prompt], env=environment | OUR_PATH, cwd=work)
+        def execute(command: Sequence[str], *rest: str) -> str:
+            ended = run([*(part.replace("{url}", url) for part in command), *rest], environment, str(work))
             return f"{ended.out}\n{ended.failure}"
 
-        text = ask(agent.first, ASK_COMMAND)
+        def ask(arguments: Sequence[str], prompt: str) -> str:
+            return execute(agent.command, *arguments, prompt)
+
+        def go_on(turns: Turns) -> tuple[str, list[Asked]]:
+            before = len(asked_so_far(usage))
+            return ask(turns.second, ASK_WHO), asked_so_far(usage)[before:]
+
+        write(agent.settings(url), place)
+        if agent.prepare:
+            execute(agent.prepare)
+
+        text = ask(agent.turns.first, ASK_COMMAND)
         lines = [check("tool", re.search(rf"The tool says:[^\n]*{OUTPUT}", text), text)]
-        before = asked_so_far(usage)
-        text = ask(agent.second, ASK_WHO)
-        between = asked_so_far(usage)
+        text, asked = go_on(agent.turns)
         lines.append(check("chat", re.search(re.escape(ANSWER), text), text))
-        lines.append(shared("second_turn", longest(between[len(before) :])))
-        lines.append(shared(ALL, total(between[len(before) :])))
-        ask(agent.first, ASK_WHO)
-        lines.append(shared(NEW, longest(asked_so_far(usage)[len(between) :])))
+        lines.append(shared("second_turn", longest(asked)))
+        lines.append(shared(ALL, total(asked)))
+        before = len(asked_so_far(usage))
+        ask(agent.turns.first, ASK_WHO)
+        lines.append(shared(NEW, longest(asked_so_far(usage)[before:])))
         if agent.structured:
             text = ask(agent.structured, ASK_JSON).replace("\\", "")  # JSON within JSON
             lines.append(check("structured", re.search(r'"city": *"Paris", *"degrees": *21\b', text), text))
+
+        write(agent.picture_settings(url), place)
+        text = ask(agent.pictured.first, agent.picture.replace("{work}", str(work)))
+        if agent.show is not None:
+            agent.show(place)
+            text, _ = go_on(agent.pictured)
+        # An agent whose tool looked at it repeats the tool's result.
+        lines.append(check("image", re.search(f"{re.escape(SEES)}|{re.escape(IMAGE_LINE)}", text), text))
+        text, asked = go_on(agent.pictured)
+        lines.append(check("image_stays", re.search(re.escape(SEES), text), text))
+        lines.append(shared("image_second_turn", longest(asked)))
+        if agent.effort:
+            text = execute(agent.effort, ASK_WHO)
+        lines.append(check("effort", re.search(re.escape(agent.thinks), text), text))
     return version, lines
+
+
+def install_agent(agent: Agent, prefix: Path) -> str:
+    """Installs an agent's package, if it is not there, and returns its version."""
+    scope, _, rest = agent.package.rpartition("/")
+    name, _, pinned = rest.partition("@")
+    package = prefix / "node_modules" / scope / name
+    described = package / "package.json"
+    if not described.exists() or pinned not in ("", json.loads(described.read_text())["version"]):
+        install(prefix, agent.package)
+        if agent.install:
+            quietly(["node", agent.install], INSTALL_S, cwd=package)
+    version: str = json.loads(described.read_text())["version"]
+    return version
+
+
+def write(settings: Mapping[str, Any], place: Path) -> None:
+    for name, value in settings.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(json.dumps(value))
 
 
 def check(name: str, found: re.Match[str] | None, text: str) -> dict[str, Any]:

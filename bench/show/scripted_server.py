@@ -2,10 +2,11 @@
 
 Server, engine, cache, tokenizer and forward are the real ones. The model is a small, untrained Llama. The sampler
 raises the logit of the script's next token, which the last turn of the rendered prompt decides: a call of a known
-tool where the user says "use the tool", an object where the user says "reply in JSON", the result of a tool, or a
-sentence. Penalties,
-masks of a grammar and temperature apply as they do to any model. Where a mask forbids the script's token, the sampler
-calls one of the tools, or closes the JSON that it is in. Calls are text of the model, which the server parses.
+tool where the user says "use the tool", a picture's where the user says "look at the picture PATH", an object where
+the user says "reply in JSON", the result of a tool, or a sentence. The sentence also tells the wish for reasoning, as
+the template writes it, and the number of images that the prompt has. Penalties, masks of a grammar and temperature
+apply as they do to any model. Where a mask forbids the script's token, the sampler calls one of the tools, or closes
+the JSON that it is in. Calls are text of the model, which the server parses.
 
     python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
 
@@ -22,6 +23,7 @@ import re
 import sys
 import tempfile
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ SPEC = TinyModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
 )
 NAMED = re.compile(r'"name": "(\w+)"')
+REASONING = re.compile(r"<\|system\|>\n(Reasoning: \w+)<\|turn_end\|>\n")  # as the template writes it
+IMAGE_LINE = "[An image, which this model cannot see]"  # the server's line for an image
 MOST_REPEATED = 300  # characters
 DEEPEST = 8  # objects within each other in the arguments of a call
 RAISED = 1e5  # far above the model's own logits
@@ -50,7 +54,7 @@ CLOSING = (TURN_END, '"', "}", "]", "0", "true")
 COMMAND = "echo rootstock-42"
 ANSWER = "Hello. This is the scripted model."
 OBJECT = {"city": "Paris", "degrees": 21}
-# Arguments by the name of a tool: the drivers' own, and the shells of Claude Code, Codex, opencode and Qwen Code.
+# Arguments by the name of a tool: the drivers' own, and the shells of the agents.
 CALLS: dict[str, dict[str, Any]] = {
     "get_weather": {"city": "Paris"},
     "Bash": {"command": COMMAND, "description": "Print a word"},
@@ -59,7 +63,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "shell": {"command": ["bash", "-lc", COMMAND]},
     "bash": {"command": COMMAND, "description": "Print a word"},
     "run_shell_command": {"command": COMMAND, "is_background": False},
+    "run_commands": {"commands": [COMMAND]},
 }
+# The arguments with which Codex's and Cline's tools read a picture.
+LOOKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "view_image": lambda path: {"path": path},
+    "read_files": lambda path: {"files": [{"path": path}]},
+}
+LOOK_AT = re.compile(r"look at the picture ([^\s<]+)", re.IGNORECASE)
 # Tools by which Claude Code and Qwen Code ask for an object.
 OBJECT_TOOLS = ("StructuredOutput", "structured_output")
 
@@ -69,6 +80,9 @@ ANY_TOOL = False  # whether tools are called that CALLS does not have; set by --
 
 def scripts_for(prompt: str) -> list[str]:
     """Returns the answer to a rendered prompt, and the calls of its tools, for a request that forces one."""
+    wish = REASONING.search(prompt)
+    if wish is not None:  # a setting, not a turn of the conversation
+        prompt = prompt[: wish.start()] + prompt[wish.end() :]
     turns = re.split(r"<\|(system|user|assistant|tool)\|>\n", prompt)
     spoken = [(role, text.removesuffix("\n")) for role, text in zip(turns[1::2], turns[2::2], strict=True)]
     asked = [(role, text) for role, text in spoken if role in ("user", "tool")]
@@ -80,6 +94,7 @@ def scripts_for(prompt: str) -> list[str]:
         tools = {name: CALLS.get(name, OBJECT) for name in named}
     calls = [call_of(name, arguments) for name, arguments in tools.items()]
     called = next((name for name in CALLS if name in tools), None)
+    looking = next((name for name in LOOKS if name in tools), None)
     reporter = next((name for name in OBJECT_TOOLS if name in tools), None)
     if role == "tool":
         answer = f"The tool says: {' '.join(text.replace(TURN_END, '').split())[:200]}"
@@ -87,13 +102,17 @@ def scripts_for(prompt: str) -> list[str]:
         answer = calls[0]
     elif "use the tool" in text.lower() and called is not None:
         answer = call_of(called, CALLS[called])
+    elif (picture := LOOK_AT.search(text)) is not None and looking is not None:
+        answer = call_of(looking, LOOKS[looking](picture[1]))
     elif "reply in json" in text.lower():
         answer = json.dumps(OBJECT) if reporter is None else call_of(reporter, OBJECT)
     elif ANY_TOOL:
         told = " / ".join(text.replace(TURN_END, "") for _, text in spoken)
         answer = f"I was told: {told[:MOST_REPEATED]}"
     else:
-        answer = ANSWER
+        images = sum(text.count(IMAGE_LINE) for _, text in asked)
+        seen = [f"{wish[1]}." if wish else "", f"Images: {images}." if images else ""]
+        answer = " ".join(filter(None, [ANSWER, *seen]))
     return [answer, *calls]
 
 

@@ -2,7 +2,8 @@
 //
 // A driver is run as `node DRIVER URL MODEL [API]`, beside this file, in the folder that has the client's packages.
 
-import { basename } from "node:path";
+import { readFileSync } from "node:fs";
+import { basename, join } from "node:path";
 import { z } from "zod";
 
 export const [URL, MODEL, API = ""] = [process.argv[2].replace(/\/+$/, ""), process.argv[3], process.argv[4]];
@@ -14,6 +15,9 @@ export const ASK_JSON = "Where is it how warm? Reply in JSON.";
 export const TOOL = "get_weather";
 export const TOOL_ABOUT = "Tells the weather.";
 export const TOOL_RESULT = "sunny, 21 degrees";
+// The scripted model tells the wish for reasoning that its prompt has, and the number of images.
+export const [THINKS, THINKS_NOT] = ["Reasoning: on.", "Reasoning: off."];
+export const [THINKS_HIGH, SEES] = ["Reasoning: high.", "Images: 1."];
 export const WEATHER = {
   type: "object",
   properties: { city: { type: "string" } },
@@ -23,9 +27,8 @@ export const WEATHER = {
 export const Weather = z.strictObject({ city: z.string() });
 export const Report = z.strictObject({ city: z.string(), degrees: z.int() });
 
-// A picture of one pixel.
-export const IMAGE =
-  "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=";
+// A picture of one pixel, in base64.
+export const IMAGE = readFileSync(join(import.meta.dirname, "picture.png"), "base64");
 export const IMAGE_TYPE = "image/png";
 export const IMAGE_URL = `data:${IMAGE_TYPE};base64,${IMAGE}`;
 

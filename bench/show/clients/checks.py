@@ -6,6 +6,7 @@ check: its name, whether it passed, and a detail. A check returns the detail, an
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -32,6 +33,13 @@ ASK_TOOL = "What is the weather in Paris? Use the tool."
 ASK_JSON = "Where is it how warm? Reply in JSON."
 TOOL = "get_weather"
 TOOL_RESULT = "sunny, 21 degrees"
+# The scripted model tells the wish for reasoning that its prompt has, and the number of images.
+THINKS, THINKS_HIGH, SEES = "Reasoning: on.", "Reasoning: high.", "Images: 1."
+
+# A picture of one pixel, in base64.
+IMAGE = base64.b64encode(Path(__file__).with_name("picture.png").read_bytes()).decode()
+IMAGE_TYPE = "image/png"
+IMAGE_URL = f"data:{IMAGE_TYPE};base64,{IMAGE}"
 
 WEATHER = {
     "type": "object",
@@ -143,7 +151,20 @@ def of_chat_completions(ask: Callable[..., Any]) -> list[Check]:
         usage = ask([*messages, user(ASK)], tools=TOOLS).usage
         return share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
 
-    return [chat, stream, tool, second_turn]
+    def image_second_turn() -> str:
+        image = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+        asked = {"role": "user", "content": [{"type": "text", "text": ASK}, image]}
+        messages: list[Any] = [{"role": "system", "content": rules()}, asked]
+        messages.append(ask(messages).choices[0].message)
+        said(messages[-1].content, SEES)
+        answer = ask([*messages, user(ASK)])
+        said(answer.choices[0].message.content, SEES)
+        return share(answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens)
+
+    def effort() -> str:
+        return said(ask([user(ASK)], reasoning_effort="high").choices[0].message.content, THINKS_HIGH)
+
+    return [chat, stream, tool, second_turn, image_second_turn, effort]
 
 
 def run(checks: Iterable[Check]) -> None:

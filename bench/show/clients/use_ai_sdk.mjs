@@ -39,13 +39,19 @@ async function weather(ask) {
 }
 
 // Asks twice, with the messages of the first turn in the second.
-async function twice(first, fields = {}) {
+async function twice(first, part, fields = {}) {
   const whole = { ...fixed, instructions: checks.rules(), ...fields };
   const answer = await generateText({ ...whole, messages: [first] });
+  checks.said(answer.text, part);
   const messages = [first, ...answer.responseMessages, user(checks.ASK)];
   const second = await generateText({ ...whole, messages });
   checks.said(second.text);
+  if (part === checks.SEES) checks.said(second.text, part);
   return shareOf(second);
+}
+
+async function reasoning(effort, part) {
+  return checks.said((await generateText({ ...fixed, prompt: checks.ASK, reasoning: effort })).text, part);
 }
 
 await checks.run({
@@ -57,12 +63,11 @@ await checks.run({
     const output = Output.object({ schema: checks.Report });
     return checks.parsed((await generateText({ ...fixed, prompt: checks.ASK_JSON, output })).output);
   },
-  second_turn: () => twice(user(checks.ASK_TOOL), { tools: tools([]) }),
+  second_turn: () => twice(user(checks.ASK_TOOL), checks.TOOL_RESULT, { tools: tools([]) }),
   image_second_turn: () => {
     const image = { type: "file", mediaType: checks.IMAGE_TYPE, data: checks.IMAGE };
-    return twice(user([{ type: "text", text: checks.ASK }, image]));
+    return twice(user([{ type: "text", text: checks.ASK }, image]), checks.SEES);
   },
-  effort: async () => checks.said((await generateText({ ...fixed, prompt: checks.ASK, reasoning: "high" })).text),
-  effort_none: async () =>
-    checks.said((await generateText({ ...fixed, prompt: checks.ASK, reasoning: "none" })).text),
+  effort: () => reasoning("high", checks.API === "anthropic" ? checks.THINKS : checks.THINKS_HIGH),
+  effort_none: () => reasoning("none", checks.THINKS_NOT),
 });

@@ -1,4 +1,4 @@
-"""anthropic: messages and streams, a tool round trip, a parsed object, and the cached share of a second turn."""
+"""anthropic: messages and streams, a tool round trip, a parsed object, an image, thinking, cached shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ TOOLS: Any = [{"name": checks.TOOL, "description": "Tells the weather.", "input_
 
 
 def ask(messages: list[Any], **fields: Any) -> Any:
-    return client.messages.create(model=checks.MODEL, max_tokens=500, messages=messages, **fields)
+    return client.messages.create(
+        **{"model": checks.MODEL, "max_tokens": 500, "messages": messages, **fields}
+    )
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -73,9 +75,33 @@ def structured() -> str:
 def second_turn() -> str:
     messages: list[Any] = [user(checks.ASK_TOOL)]
     converse(messages, system=checks.rules())
-    usage = ask([*messages, user(checks.ASK)], system=checks.rules(), tools=TOOLS).usage
+    return share_of(ask([*messages, user(checks.ASK)], system=checks.rules(), tools=TOOLS).usage)
+
+
+def share_of(usage: Any) -> str:
     cached = usage.cache_read_input_tokens or 0
     return checks.share(cached, usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0))
 
 
-checks.run([chat, stream, tool, tool_streamed, structured, second_turn])
+def image_second_turn() -> str:
+    source = {"type": "base64", "media_type": checks.IMAGE_TYPE, "data": checks.IMAGE}
+    messages: list[Any] = [user([{"type": "image", "source": source}, {"type": "text", "text": checks.ASK}])]
+    first = ask(messages, system=checks.rules())
+    checks.said(text_of(first), checks.SEES)
+    messages += [{"role": "assistant", "content": first.content}, user(checks.ASK)]
+    second = ask(messages, system=checks.rules())
+    checks.said(text_of(second), checks.SEES)
+    return share_of(second.usage)
+
+
+def thinking() -> str:
+    asked = {"type": "enabled", "budget_tokens": 1024}
+    return checks.said(text_of(ask([user(checks.ASK)], max_tokens=2000, thinking=asked)), checks.THINKS)
+
+
+def effort() -> str:
+    answer = ask([user(checks.ASK)], thinking={"type": "adaptive"}, output_config={"effort": "high"})
+    return checks.said(text_of(answer), checks.THINKS_HIGH)
+
+
+checks.run([chat, stream, tool, tool_streamed, structured, second_turn, image_second_turn, thinking, effort])

@@ -59,15 +59,17 @@ await checks.run({
     const source = { type: "base64", media_type: checks.IMAGE_TYPE, data: checks.IMAGE };
     const messages = [user([{ type: "image", source }, { type: "text", text: checks.ASK }])];
     const answer = await ask(messages, { system });
-    checks.said(textOf(answer));
-    return shareOf(await ask([...messages, assistant(answer), user(checks.ASK)], { system }));
+    checks.said(textOf(answer), checks.SEES);
+    const second = await ask([...messages, assistant(answer), user(checks.ASK)], { system });
+    checks.said(textOf(second), checks.SEES);
+    return shareOf(second);
   },
   thinking: async () => {
     const thinking = { type: "enabled", budget_tokens: 1024 };
-    return checks.said(textOf(await ask([user(checks.ASK)], { thinking })));
+    return checks.said(textOf(await ask([user(checks.ASK)], { thinking })), checks.THINKS);
   },
   effort: async () => {
     const fields = { thinking: { type: "adaptive" }, output_config: { effort: "high" } };
-    return checks.said(textOf(await ask([user(checks.ASK)], fields)));
+    return checks.said(textOf(await ask([user(checks.ASK)], fields)), checks.THINKS_HIGH);
   },
 });

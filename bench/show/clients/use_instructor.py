@@ -1,4 +1,4 @@
-"""instructor: a chat, an object by each of its modes, streams of partial objects, the cached share of a turn."""
+"""instructor: chat, an object by each of its modes, streams of partial objects, image, effort, cached shares."""
 
 from __future__ import annotations
 
@@ -15,13 +15,36 @@ def client(mode: instructor.Mode) -> Any:
     )
 
 
-def chat() -> str:
-    answer = client(instructor.Mode.TOOLS).chat.completions.create(
-        model=checks.MODEL,
-        messages=[{"role": "user", "content": checks.ASK}],
-        response_model=None,
+def ask(messages: list[Any], **fields: Any) -> Any:
+    return client(instructor.Mode.TOOLS).chat.completions.create(
+        model=checks.MODEL, messages=messages, response_model=None, **fields
     )
-    return checks.said(answer.choices[0].message.content)
+
+
+def chat() -> str:
+    return checks.said(ask([{"role": "user", "content": checks.ASK}]).choices[0].message.content)
+
+
+def effort() -> str:
+    answer = ask([{"role": "user", "content": checks.ASK}], reasoning_effort="high")
+    return checks.said(answer.choices[0].message.content, checks.THINKS_HIGH)
+
+
+def image_second_turn() -> str:
+    image = instructor.Image.from_base64(checks.IMAGE_URL)
+    messages: list[Any] = [
+        {"role": "system", "content": checks.rules("with an image")},
+        {"role": "user", "content": [checks.ASK, image]},
+    ]
+    said = checks.said(ask(messages).choices[0].message.content, checks.SEES)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": checks.ASK}]
+    answer = ask(messages)
+    checks.said(answer.choices[0].message.content, checks.SEES)
+    return share_of(answer.usage)
+
+
+def share_of(usage: Any) -> str:
+    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
 
 
 def structured_in(mode: instructor.Mode) -> checks.Check:
@@ -70,9 +93,17 @@ def second_turn() -> str:
         {"role": "assistant", "content": asked().choices[0].message.content},
         {"role": "user", "content": checks.ASK_JSON},
     ]
-    usage = asked().usage
-    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+    return share_of(asked().usage)
 
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.MD_JSON)
-checks.run([chat, *map(structured_in, MODES), *map(streamed_in, MODES[:2]), second_turn])
+checks.run(
+    [
+        chat,
+        *map(structured_in, MODES),
+        *map(streamed_in, MODES[:2]),
+        second_turn,
+        image_second_turn,
+        effort,
+    ]
+)

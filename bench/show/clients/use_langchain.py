@@ -1,4 +1,4 @@
-"""langchain-openai: chat, stream, bound tools, `with_structured_output`, and the cached share of a second turn."""
+"""langchain-openai: chat, stream, bound tools, `with_structured_output`, an image, an effort, cached shares."""
 
 from __future__ import annotations
 
@@ -68,9 +68,40 @@ def structured_by_call() -> str:
 def second_turn() -> str:
     messages: list[Any] = [SystemMessage(checks.rules()), HumanMessage(checks.ASK_TOOL)]
     converse(messages)
-    answer = model.bind_tools([get_weather]).invoke([*messages, HumanMessage(checks.ASK)])
-    usage: Any = answer.usage_metadata
+    return share_of(model.bind_tools([get_weather]).invoke([*messages, HumanMessage(checks.ASK)]))
+
+
+def share_of(answer: Any) -> str:
+    usage = answer.usage_metadata
     return checks.share(usage["input_token_details"].get("cache_read"), usage["input_tokens"])
 
 
-checks.run([chat, stream, tool, tool_streamed, structured, structured_by_call, second_turn])
+def image_second_turn() -> str:
+    image = {"type": "image", "base64": checks.IMAGE, "mime_type": checks.IMAGE_TYPE}
+    asked = HumanMessage([{"type": "text", "text": checks.ASK}, image])
+    messages: list[Any] = [SystemMessage(checks.rules()), asked]
+    messages.append(model.invoke(messages))
+    checks.said(str(messages[-1].content), checks.SEES)
+    answer = model.invoke([*messages, HumanMessage(checks.ASK)])
+    checks.said(str(answer.content), checks.SEES)
+    return share_of(answer)
+
+
+def effort() -> str:
+    answer = model.model_copy(update={"reasoning_effort": "high"}).invoke(checks.ASK)
+    return checks.said(str(answer.content), checks.THINKS_HIGH)
+
+
+checks.run(
+    [
+        chat,
+        stream,
+        tool,
+        tool_streamed,
+        structured,
+        structured_by_call,
+        second_turn,
+        image_second_turn,
+        effort,
+    ]
+)

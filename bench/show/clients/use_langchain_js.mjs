@@ -73,8 +73,13 @@ await checks.run({
     const asked = new HumanMessage({ contentBlocks: [{ type: "text", text: checks.ASK }, image] });
     const messages = [new SystemMessage(checks.rules()), asked];
     messages.push(await model.invoke(messages));
-    checks.said(messages.at(-1).text);
-    return shareOf(await model.invoke([...messages, new HumanMessage(checks.ASK)]));
+    checks.said(messages.at(-1).text, checks.SEES);
+    const second = await model.invoke([...messages, new HumanMessage(checks.ASK)]);
+    checks.said(second.text, checks.SEES);
+    return shareOf(second);
   },
-  effort: async () => checks.said((await make(efforts[checks.API]).invoke(checks.ASK)).text),
+  effort: async () => {
+    const part = checks.API === "anthropic" ? checks.THINKS : checks.THINKS_HIGH;
+    return checks.said((await make(efforts[checks.API]).invoke(checks.ASK)).text, part);
+  },
 });

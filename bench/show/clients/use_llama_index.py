@@ -1,11 +1,12 @@
-"""llama-index's openai-like: chat, stream, a tool round trip, a structured prediction, the cached share of a turn."""
+"""llama-index's openai-like: chat, stream, tool round trip, structured prediction, image, effort, cached shares."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import checks
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -82,8 +83,31 @@ def structured() -> str:
 def second_turn() -> str:
     messages = [ChatMessage(role="system", content=checks.rules()), *asked(checks.ASK_TOOL)]
     converse(messages)
-    raw: Any = model.chat_with_tools(TOOLS, chat_history=[*messages, *asked(checks.ASK)]).raw
-    return checks.share(raw.usage.prompt_tokens_details.cached_tokens, raw.usage.prompt_tokens)
+    return share_of(model.chat_with_tools(TOOLS, chat_history=[*messages, *asked(checks.ASK)]))
 
 
-checks.run([chat, stream, tool, tool_streamed, tool_required, structured, second_turn])
+def share_of(answer: Any) -> str:
+    usage = answer.raw.usage
+    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+
+
+def image_second_turn() -> str:
+    image = ImageBlock(image=base64.b64decode(checks.IMAGE), image_mimetype=checks.IMAGE_TYPE)
+    with_image = ChatMessage(role="user", blocks=[TextBlock(text=checks.ASK), image])
+    messages = [ChatMessage(role="system", content=checks.rules()), with_image]
+    messages.append(model.chat(messages).message)
+    checks.said(messages[-1].content, checks.SEES)
+    answer = model.chat([*messages, *asked(checks.ASK)])
+    checks.said(answer.message.content, checks.SEES)
+    return share_of(answer)
+
+
+def effort() -> str:
+    return checks.said(
+        model.chat(asked(checks.ASK), reasoning_effort="high").message.content, checks.THINKS_HIGH
+    )
+
+
+checks.run(
+    [chat, stream, tool, tool_streamed, tool_required, structured, second_turn, image_second_turn, effort]
+)

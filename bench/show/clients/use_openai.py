@@ -54,6 +54,24 @@ def responses_structured() -> str:
     return checks.parsed(answer.output_parsed)
 
 
+def responses_image_second_turn() -> str:
+    image = {"type": "input_image", "image_url": checks.IMAGE_URL, "detail": "auto"}
+    told: Any = [{"role": "user", "content": [{"type": "input_text", "text": checks.ASK}, image]}]
+    fixed: Any = {"model": checks.MODEL, "instructions": checks.rules("Responses"), "store": False}
+    first = client.responses.create(**fixed, input=told)
+    checks.said(first.output_text, checks.SEES)
+    told += [*first.output, {"role": "user", "content": checks.ASK}]
+    second = client.responses.create(**fixed, input=told)
+    checks.said(second.output_text, checks.SEES)
+    usage: Any = second.usage
+    return checks.share(usage.input_tokens_details.cached_tokens, usage.input_tokens)
+
+
+def responses_effort() -> str:
+    answer = client.responses.create(model=checks.MODEL, input=checks.ASK, reasoning={"effort": "high"})
+    return checks.said(answer.output_text, checks.THINKS_HIGH)
+
+
 checks.run(
     [
         *checks.of_chat_completions(ask),
@@ -62,5 +80,7 @@ checks.run(
         responses,
         responses_stream,
         responses_structured,
+        responses_image_second_turn,
+        responses_effort,
     ]
 )

@@ -8,6 +8,7 @@ from typing import Any
 import checks
 from agents import (
     Agent,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -16,6 +17,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
+from openai.types.shared import Reasoning
 
 set_tracing_disabled(True)
 cities: list[str] = []
@@ -73,11 +75,30 @@ def checks_of(api: type[Any], prefix: str) -> list[Any]:
     def second_turn() -> str:
         one = agent(instructions=checks.rules(prefix), tools=[get_weather])
         first = Runner.run_sync(one, checks.ASK_TOOL)
-        second = Runner.run_sync(one, [*first.to_input_list(), {"role": "user", "content": checks.ASK}])
-        usage = second.raw_responses[-1].usage
+        return share_of(Runner.run_sync(one, going_on(first)))
+
+    def going_on(result: Any) -> Any:
+        return [*result.to_input_list(), {"role": "user", "content": checks.ASK}]
+
+    def share_of(result: Any) -> str:
+        usage = result.raw_responses[-1].usage
         return checks.share(usage.input_tokens_details.cached_tokens, usage.input_tokens)
 
-    found = [chat, stream, tool, tool_streamed, structured, second_turn]
+    def image_second_turn() -> str:
+        one = agent(instructions=checks.rules(f"{prefix} with an image"))
+        image = {"type": "input_image", "image_url": checks.IMAGE_URL, "detail": "auto"}
+        asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": checks.ASK}, image]}]
+        first = Runner.run_sync(one, asked)
+        checks.said(str(first.final_output), checks.SEES)
+        second = Runner.run_sync(one, going_on(first))
+        checks.said(str(second.final_output), checks.SEES)
+        return share_of(second)
+
+    def effort() -> str:
+        one = agent(model_settings=ModelSettings(reasoning=Reasoning(effort="high")))
+        return checks.said(str(Runner.run_sync(one, checks.ASK).final_output), checks.THINKS_HIGH)
+
+    found = [chat, stream, tool, tool_streamed, structured, second_turn, image_second_turn, effort]
     for check in found:
         check.__name__ = prefix + check.__name__
     return found

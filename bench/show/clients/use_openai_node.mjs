@@ -82,10 +82,13 @@ await checks.run({
     const image = { type: "image_url", image_url: { url: checks.IMAGE_URL } };
     const messages = [system(), user([{ type: "text", text: checks.ASK }, image])];
     const { message } = (await ask(messages)).choices[0];
-    checks.said(message.content);
-    return shareOf(await ask([...messages, message, user(checks.ASK)]));
+    checks.said(message.content, checks.SEES);
+    const second = await ask([...messages, message, user(checks.ASK)]);
+    checks.said(textOf(second), checks.SEES);
+    return shareOf(second);
   },
-  effort: async () => checks.said(textOf(await ask([user(checks.ASK)], { reasoning_effort: "high" }))),
+  effort: async () =>
+    checks.said(textOf(await ask([user(checks.ASK)], { reasoning_effort: "high" })), checks.THINKS_HIGH),
   responses: () => respondAll([user(checks.ASK_TOOL)]),
   responses_by_id: async () => {
     const first = await respond(checks.ASK);
@@ -109,9 +112,13 @@ await checks.run({
     const image = { type: "input_image", image_url: checks.IMAGE_URL, detail: "auto" };
     const input = [user([{ type: "input_text", text: checks.ASK }, image])];
     const first = await respond(input, { instructions });
-    checks.said(first.output_text);
-    return responseShare(await respond([...input, ...first.output, user(checks.ASK)], { instructions }));
+    checks.said(first.output_text, checks.SEES);
+    const second = await respond([...input, ...first.output, user(checks.ASK)], { instructions });
+    checks.said(second.output_text, checks.SEES);
+    return responseShare(second);
   },
-  responses_effort: async () =>
-    checks.said((await respond(checks.ASK, { reasoning: { effort: "high", summary: "auto" } })).output_text),
+  responses_effort: async () => {
+    const reasoning = { effort: "high", summary: "auto" };
+    return checks.said((await respond(checks.ASK, { reasoning })).output_text, checks.THINKS_HIGH);
+  },
 });

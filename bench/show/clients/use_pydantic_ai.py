@@ -1,13 +1,14 @@
-"""pydantic-ai: agents that chat, stream, call a tool by themselves, have an output type, and go on."""
+"""pydantic-ai: agents that chat, stream, call a tool by themselves, have an output type, get an image, and go on."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import checks
-from pydantic_ai import Agent, NativeOutput, PromptedOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai import Agent, BinaryContent, NativeOutput, PromptedOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel(
@@ -77,9 +78,27 @@ def structured_by_prompt() -> str:
 def second_turn() -> str:
     agent = with_weather([], system_prompt=checks.rules())
     first = agent.run_sync(checks.ASK_TOOL)
-    second = agent.run_sync(checks.ASK, message_history=first.all_messages())
-    usage = second.new_messages()[-1].usage
+    return share_of(agent.run_sync(checks.ASK, message_history=first.all_messages()))
+
+
+def share_of(result: Any) -> str:
+    usage = result.new_messages()[-1].usage
     return checks.share(usage.cache_read_tokens, usage.input_tokens)
+
+
+def image_second_turn() -> str:
+    agent = Agent(model, system_prompt=checks.rules())
+    image = BinaryContent(base64.b64decode(checks.IMAGE), media_type=checks.IMAGE_TYPE)
+    first = agent.run_sync([checks.ASK, image])
+    checks.said(first.output, checks.SEES)
+    second = agent.run_sync(checks.ASK, message_history=first.all_messages())
+    checks.said(second.output, checks.SEES)
+    return share_of(second)
+
+
+def effort() -> str:
+    settings = OpenAIChatModelSettings(openai_reasoning_effort="high")
+    return checks.said(Agent(model, model_settings=settings).run_sync(checks.ASK).output, checks.THINKS_HIGH)
 
 
 checks.run(
@@ -92,5 +111,7 @@ checks.run(
         structured_by_call,
         structured_by_prompt,
         second_turn,
+        image_second_turn,
+        effort,
     ]
 )
