@@ -620,3 +620,13 @@ def test_an_awaited_checkpoint_evicts_entries_of_higher_rank(
     prefill(cache, lease, 4)
     assert (4 in checkpoints(cache)) == is_awaited
     assert (valuable.node is None) == is_awaited
+
+
+def test_the_answer_of_a_repeated_prompt_is_not_passed_by() -> None:
+    """The repetition resumes at the user turn, below which its conversation could have gone on elsewhere."""
+    cache = make_hybrid(FULL, STATE)
+    for _ in range(2):
+        run(cache, ints(range(40)), ints(range(100, 110)), boundaries={39: "user"})
+    assert not any(node.passed_by for node in nodes(cache))
+    run(cache, ints(range(40)), ints(range(200, 210)), boundaries={39: "user"})
+    assert sorted(node.passed_by for node in nodes(cache) if node.end == 50) == [False, True], "the first answer is"
