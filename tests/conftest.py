@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,11 @@ settings.load_profile("soak" if os.environ.get("ROOTSTOCK_SOAK") else "quick")
 # Tests of several threads set their number themselves.
 if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
+# Images of containers often set this variable. Without cached bytecode, each process of pytest rewrites the asserts of
+# all test files anew, which takes longer than any test, and each server that a test starts compiles the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if importlib.util.find_spec("triton") is not None:
     import torch
