@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,11 @@ settings.load_profile("soak" if os.environ.get("ROOTSTOCK_SOAK") else "quick")
 if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
+# Images of containers often set this variable. Without cached bytecode, each process of pytest rewrites the asserts
+# of all test files anew, which takes longer than any test, and each server that a test starts compiles the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if importlib.util.find_spec("triton") is not None:
     import torch
 
@@ -37,6 +43,41 @@ if importlib.util.find_spec("triton") is not None:
 _IN_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
 if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the modules and the tests out of garbage collections: one of all of them takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Lets go of the test's applications. FastAPI remembers functions that were routes, and with them dozens of whole
+    applications: two million objects, through which each garbage collection would go."""
+    for function in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_frozen() -> Iterator[None]:
+    """Keeps frozen what `pytest_collection_finish` has frozen: an unload of a model collects everything twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture
+def really_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the code of a test freeze, and collect what it has frozen, as servers do."""
+    monkeypatch.setattr(gc, "freeze", _freeze)
+    monkeypatch.setattr(gc, "unfreeze", _unfreeze)
+    yield
+    _freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -158,3 +158,9 @@ class MlxOracle(MlxRuntime):
             self._own = key, caches
             self._expected[key] = np.array(logits.astype(mx.float32))
         return self._expected[key]
+
+    def expected_rows(self, tokens: Tokens, first: int, adapter: str = "") -> Logits:
+        """Computes in one pass [1 + tokens - first, vocab]: the logits that follow the first `first` of these tokens,
+        and each longer prefix up to all of them."""
+        assert not adapter
+        return own_logits(self._tiny.model, np.asarray(tokens, np.int32))[first - 1 :]

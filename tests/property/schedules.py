@@ -84,6 +84,10 @@ class Judged(Runtime, Protocol):
         """Computes the logits [vocab] that follow these tokens, without a cache, a batch or a pool."""
         ...
 
+    def expected_rows(self, tokens: Tokens, first: int, adapter: str = "") -> Logits:
+        """Computes the same for the first `first` of these tokens and each longer prefix, up to all of them."""
+        ...
+
 
 class MakeRuntime(Protocol):
     def __call__(self, families: tuple[Family, ...], fault: Callable[[Batch], None]) -> Judged:
@@ -690,22 +694,36 @@ class Clock:
         return self.now
 
 
-def answer_alone(request: Request, runtime: Judged, limit: int) -> tuple[list[SampledToken], str]:
-    """Returns the tokens and the reason of the end that a request gets without a cache, a batch or a pool."""
+def answer_alone(
+    request: Request, runtime: Judged, limit: int, given: Listed[int] = (), whole: bool = True
+) -> tuple[list[SampledToken], str]:
+    """Returns the tokens and the reason of the end that a request gets without a cache, a batch or a pool.
+
+    `given`: the tokens that it was given. The logits behind them are computed at once, and are used as long as the
+    tokens are the right ones. Without `whole` the answer ends behind as many tokens.
+    """
     eos = () if request.stop.ignore_eos else runtime.description.eos_token_ids
     ends = {*eos, *request.stop.stop_tokens}
     assert request.sampling.seed is not None
     sampler = Sampler(request.sampling, request.tokens, VOCAB, request.sampling.seed, tuple(ends))
     tokens = request.tokens.tolist()
+    known = np.array([*tokens, *given], np.int32)
+    rows = runtime.expected_rows(known, len(tokens), request.adapter) if given else ()
     room = limit - len(tokens) if request.stop.max_tokens is None else request.stop.max_tokens
-    given: list[SampledToken] = []
-    while len(given) < room:
-        sampled = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32), request.adapter))
+    if not whole:
+        room = min(room, len(given))
+    alone: list[SampledToken] = []
+    while len(alone) < room:
+        if len(alone) < len(rows) and tokens == known[: len(tokens)].tolist():
+            logits = rows[len(alone)]
+        else:
+            logits = runtime.expected_logits(np.array(tokens, np.int32), request.adapter)
+        sampled = sampler.sample(logits)
         tokens.append(sampled.token)
         if sampled.token in ends:
-            return given, "stop"
-        given.append(sampled)
-    return given, "length"
+            return alone, "stop"
+        alone.append(sampled)
+    return alone, "length"
 
 
 def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subject: Subject) -> None:
@@ -713,7 +731,8 @@ def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subjec
     outcome.requests += 1
     assert client.ended, f"{request.id} has no terminal event"
     assert sum(isinstance(event, Finished | Failed | Aborted) for event in events) == 1
-    sampled, reason = answer_alone(request, runtime, limit)
+    finished = isinstance(events[-1], Finished)
+    sampled, reason = answer_alone(request, runtime, limit, client.tokens, whole=finished)
     alone = [each.token for each in sampled]
     assert client.tokens == alone[: len(client.tokens)], f"{request.id} was given other tokens than alone"
     given = [event.logprob for event in events if isinstance(event, TokenEvent)]
@@ -724,18 +743,18 @@ def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subjec
                 ours.logprob, own.logprob.logprob, abs_tol=subject.log_probability_error or 0.0
             ), f"{request.id} was given other probabilities than alone"
     match events[-1]:
-        case Finished() as finished:
+        case Finished() as end:
             outcome.finished += 1
             assert client.tokens == alone
-            assert finished.reason == reason
-            assert finished.usage.prompt_tokens == len(request.tokens)
-            assert 0 <= finished.usage.cached_tokens < len(request.tokens)
+            assert end.reason == reason
+            assert end.usage.prompt_tokens == len(request.tokens)
+            assert 0 <= end.usage.cached_tokens < len(request.tokens)
             hints = request.hints
             hinted = 0 if hints is None else len(hints.retentions) + (hints.session is not None)
-            assert len(finished.hints) == hinted
+            assert len(end.hints) == hinted
             if client.tokens:
                 first = next(event for event in events if isinstance(event, TokenEvent))
-                assert first.hints == finished.hints
+                assert first.hints == end.hints
             scored = [event for event in events if isinstance(event, PromptScored)]
             assert len(scored) == (request.prompt_logprobs is not None)
             for event in scored:

@@ -1,4 +1,4 @@
-"""Thousands of random schedules on the oracle runtime: outputs equal a run alone, and no row is lost."""
+"""Hundreds of random schedules on the oracle runtime: outputs equal a run alone, and no row is lost."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import pytest
 
 from property.schedules import play, run_schedule, run_scoped_schedule, run_tiered_schedule
 
-SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 1_000
-TIERED_SCHEDULES = SCHEDULES // 5
-SHARDS = 8
-TIERED_SHARDS = 2
+# So many that they reach every line and branch of the cache and the engine that thousands reach.
+SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 420
+TIERED_SCHEDULES = SCHEDULES // 4
+SHARDS = 4
+TIERED_SHARDS = 1  # a shard must be large enough that each event occurs in it
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules_give_the_tokens_of_a_run_alone_and_lose_no_block(shard: int) -> None:
-    play(lambda seed: run_schedule(seed, drafts=seed // SHARDS % 2 == 1), range(shard, SCHEDULES, SHARDS))
+    play(lambda seed: run_schedule(seed, drafts=seed // 8 % 2 == 1), range(shard, SCHEDULES, SHARDS))
 
 
 @pytest.mark.parametrize("shard", range(TIERED_SHARDS))
 def test_a_tier_that_fails_at_random_never_changes_the_tokens_of_a_request(shard: int) -> None:
     seeds = range(shard, TIERED_SCHEDULES, TIERED_SHARDS)
-    play(lambda seed: run_tiered_schedule(seed, drafts=seed // TIERED_SHARDS % 2 == 1), seeds)
+    play(lambda seed: run_tiered_schedule(seed, drafts=seed // 2 % 2 == 1), seeds)
 
 
 @pytest.mark.behaviour(9)

@@ -585,6 +585,7 @@ def test_the_dashboard_of_an_unloaded_model_has_ordinary_answers() -> None:
         assert_error(browser.get("/dashboard/tree?model=z"), 404, "model_not_found")
 
 
+@pytest.mark.usefixtures("really_frozen")
 def test_an_unloaded_model_that_the_dashboard_has_watched_leaves_no_engine() -> None:
     with served(config_of("a")) as several:
         browser = Browser(several.url)

@@ -279,17 +279,22 @@ class FakeRuntime:
 
     def expected_logits(self, tokens: Tokens, adapter: str = "") -> Logits:
         """Computes the logits [vocab] that follow these tokens, from the tokens and the adapter alone."""
+        row: NDArray[np.float32] = self.expected_rows(tokens, len(tokens), adapter)[0]
+        return row
+
+    def expected_rows(self, tokens: Tokens, first: int, adapter: str = "") -> Logits:
+        """Computes [1 + tokens - first, vocab]: the logits that follow the first `first` of these tokens, and each
+        longer prefix up to all of them."""
         hashes = _chain(_seed_of(adapter), tokens, 0)
         positions = np.arange(len(tokens), dtype=np.int32)
-        last = positions[-1:].astype(np.int64)
+        last = positions[first - 1 :].astype(np.int64)
         seen = [
             _seen(family, tokens, positions, hashes, 0, last)
             for family in token_families(self.description.families)
         ]
         if self._has_states:
-            seen.append(self._of_state(len(tokens), hashes[-1:]))
-        row: NDArray[np.float32] = self._logits(_together(seen))[0]
-        return row
+            seen.append(self._of_state(len(tokens), hashes[first - 1 :]))
+        return self._logits(_together(seen))
 
     def _write(self, segment: Segment) -> Hashes:
         """Writes a segment's rows in each family. Returns the states after each of its tokens."""

@@ -71,11 +71,24 @@ def test_a_model_whose_decodes_differ_from_prefills_passes_one_by_one(
     assert "a decode by the model itself differs from one pass" in verdict.remark
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "mamba2", "lfm2", "nemotron_h"])
+# MLX multiplies by quantized weights in float16 several times as slowly as in bfloat16 on a CPU: each kind of model
+# has one of the two widths there, and both in bfloat16.
+ROUNDED = [
+    ("bfloat16", "none", ("llama", "qwen3", "gemma3_text", "mamba2", "lfm2", "nemotron_h")),
+    ("bfloat16", "int8", ("llama", "qwen3", "gemma3_text", "mamba2", "lfm2", "nemotron_h")),
+    ("bfloat16", "int4", ("llama", "qwen3", "gemma3_text", "mamba2", "lfm2", "nemotron_h")),
+    ("float16", "none", ("llama", "qwen3", "gemma3_text", "mamba2", "lfm2", "nemotron_h")),
+    ("float16", "int8", ("llama", "gemma3_text", "lfm2")),
+    ("float16", "int4", ("qwen3", "mamba2", "nemotron_h")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "quantization"),
+    [(kind, dtype, quantization) for dtype, quantization, kinds in ROUNDED for kind in kinds],
+)
 def test_rounding_is_not_mistaken_for_a_mistake(kind: str, dtype: str, quantization: str) -> None:
-    check(made(kind, dtype, quantization), dtype)
+    check(made(kind, dtype, quantization, vocab_size=64), dtype)
 
 
 # ---- mistakes
