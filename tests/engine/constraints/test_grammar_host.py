@@ -74,7 +74,7 @@ def test_a_chain_that_overflows_the_stack_is_an_error_of_its_grammar(host: Gramm
 def test_a_compile_without_end_is_ended(host: GrammarHost) -> None:
     """By its time on a slow machine, by its memory on a fast one."""
     process = host.fork(host.add(VOCABULARY, never))
-    with pytest.raises(GrammarLost, match="takes too (long|much memory)"):
+    with pytest.raises(GrammarLost, match=r"takes too (long|much memory)"):
         process.compiled(COMPILE, ENDLESS.encode(), "")
 
 
