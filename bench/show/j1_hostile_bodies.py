@@ -43,6 +43,7 @@ QUIET_S = 15.0
 DRAIN_S = 5.0
 AT_ONCE = 8
 WARM_UP = 64  # bodies before the memory is measured
+KEPT_GRAMMARS = 24  # by a server, for later requests with them
 SETTLE_S = 60.0  # for memory to be given back
 MOST_ANSWER_S = 300.0
 CHUNK_TOKENS = 64  # of a step: long chunks are gaps, too, and no fault of a body
@@ -327,7 +328,8 @@ def warm_up(answers: Answers, server: Server) -> None:
     """Sends bodies of each kind before the memory is measured: first uses allocate, and bounded memories fill."""
     for body in drawn_bodies(WARM_UP, seed=0):
         answers.send(body)
-    answers.send(constrained("warm", {"response_format": {"type": "json_object"}}))
+    for number in range(KEPT_GRAMMARS):
+        answers.send(constrained("warm", {"guided_regex": f"warm{number}[ab]*"}))
     prompt = {"prompt": list(range(10, 500)) * 32, "max_tokens": 1}
     answers.send(Body("the longest prompt", "/v1/completions", encoded(prompt)))
     with load(server):

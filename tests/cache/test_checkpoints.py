@@ -629,4 +629,6 @@ def test_the_answer_of_a_repeated_prompt_is_not_passed_by() -> None:
         run(cache, ints(range(40)), ints(range(100, 110)), boundaries={39: "user"})
     assert not any(node.passed_by for node in nodes(cache))
     run(cache, ints(range(40)), ints(range(200, 210)), boundaries={39: "user"})
-    assert sorted(node.passed_by for node in nodes(cache) if node.end == 50) == [False, True], "the first answer is"
+    assert sorted(node.passed_by for node in nodes(cache) if node.end == 50) == [False, True], (
+        "the first answer is"
+    )

@@ -16,6 +16,7 @@ from rootstock.runtime.host_memory import (
     resident_footprint,
     return_free_memory,
     return_free_memory_of,
+    share_heaps_of,
     total_host_bytes,
 )
 from rootstock.units import MIB
@@ -98,6 +99,21 @@ def test_freed_memory_goes_back_by_the_function_that_the_library_has() -> None:
     assert kept == [0]
     return_free_memory_of(object())  # a library without either
     return_free_memory()
+
+
+def test_heaps_are_shared_where_the_library_is_glibc() -> None:
+    set_to: list[tuple[int, int]] = []
+
+    class Glibc:
+        def malloc_trim(self, padding: Any) -> int: ...
+
+        def mallopt(self, option: int, value: int) -> int:
+            set_to.append((option, value))
+            return 1
+
+    share_heaps_of(Glibc())
+    assert set_to == [(-8, 2)]
+    share_heaps_of(LibSystem(1))
 
 
 def test_the_machine_has_more_memory_than_is_free() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from rootstock.server.access import Keys
     from rootstock.server.drain import Drain
     from rootstock.server.tracing import Tracing
+
+# With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
+# interpreter.
+_SWITCH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,13 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
 
     Raises StartupError."""
     from rootstock.engine.prompts.public_prompts import read_public_prompts
+    from rootstock.runtime.host_memory import share_heaps
     from rootstock.server.access import Keys
     from rootstock.server.drain import Drain
     from rootstock.server.listen import listen
 
+    share_heaps()
+    sys.setswitchinterval(_SWITCH_S)
     configure_logs(server.log_format, server.log_level, access=server.access_log)
     tracing = None
     if server.traces:

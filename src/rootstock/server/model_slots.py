@@ -34,8 +34,8 @@ from rootstock.errors import (
     QueueFull,
     RootstockError,
 )
+from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
-from rootstock.server.request_bodies import return_free_memory
 from rootstock.server.wire import ServedModel
 from rootstock.tiers.disk.tier import clear_directory
 

@@ -6,8 +6,6 @@ empty lists. The check counts separators with NumPy, in slices, so that other th
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
 import os
 from collections.abc import Callable, Coroutine
@@ -27,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from rootstock.engine.constraints.turns import refuse_gone
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
+from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.errors import ClientGone
 from rootstock.units import MIB
 
@@ -217,21 +216,3 @@ class PreparationQueue:
 async def _refuse_gone(request: Request) -> None:
     if await request.is_disconnected():
         raise ClientGone
-
-
-def return_free_memory() -> None:
-    """Asks glibc to return unused memory to the system. Does nothing with other C libraries.
-
-    Tokenizing one megabyte allocates a few hundred in small pieces, and glibc keeps most of that when it is freed.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim  # calls release the interpreter's lock
-    except (OSError, AttributeError):
-        return None

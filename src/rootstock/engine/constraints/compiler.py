@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 _NO_ANSWER = "it allows no answer that this model's tokens can write"
 _EXCERPT = re.compile(r"\n\s*\d+ \| ")
-_KEPT_GRAMMARS = 48
+_KEPT_GRAMMARS = 24
 _KEPT_MARKERS = 16
 _MOST_REBUILD_S = 0.05  # all requests wait while a grammar is compiled for an answer that has begun
 
