@@ -81,7 +81,10 @@ class Provenance:
 
             def loaded(self, lease: Lease, position: int) -> Plan:
                 provenance.judge(lease.scope, lease.tokens, position)
-                return super().loaded(lease, position)
+                first = lease.num_computed_tokens
+                plan = super().loaded(lease, position)
+                provenance.computed(lease.scope, lease.tokens, first, position)
+                return plan
 
             def commit(self, lease: Lease, tokens: Tokens) -> Plan:
                 first = lease.num_computed_tokens

@@ -93,7 +93,7 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
         "dtype           float32, cache in float32, on cpu",
     ):
         assert line in out.splitlines()
-    assert re.search(r"^answers +a chat of \d+ tokens with \d+: '", out, re.MULTILINE)
+    assert re.search(r"^answers +a chat of \d+ tokens with \d+: ['\"]", out, re.MULTILINE)
 
 
 @pytest.fixture
@@ -157,7 +157,9 @@ def test_models_check_completes_a_text_where_there_is_no_chat_template(
 ) -> None:
     (copy / "chat_template.jinja").unlink()
     assert run(monkeypatch, *CHECK, str(copy)) == 0
-    assert re.search(r"^answers +a completion of 5 tokens with \d+: '", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^answers +a completion of 5 tokens with \d+: ['\"]", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_models_check_describes_an_embedding_model(

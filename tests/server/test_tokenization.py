@@ -10,7 +10,7 @@ import pytest
 from rootstock.engine.special_tokens import MARK
 from rootstock.server.openai import tokenization
 from rootstock.server.openai.tokenization import Detokenized, Tokenized
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS
 from server.conftest import assert_error, served_by_oracle, user
 
 LIMIT = 4096  # tokens of the served model's context
@@ -84,7 +84,7 @@ def test_a_chats_tokens_are_those_of_its_prompt(served: Any) -> None:
         ("/detokenize", {"tokens": [True]}, "tokens"),
         ("/detokenize", {"tokens": [[1], 2]}, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [ByteTokenizer.vocab_size]}, "tokens"),
+        ("/detokenize", {"tokens": [PADDED_LOGITS]}, "tokens"),
         ("/detokenize", {"tokens": [2**70]}, "tokens"),
         ("/detokenize", {"tokens": [[]] * 3000}, "tokens"),
         ("/detokenize", {"tokens": [1] * (tokenization.MAX_DETOKENIZED + 1)}, "tokens"),
