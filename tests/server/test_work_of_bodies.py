@@ -6,6 +6,7 @@ strings that are made of the body's strings. No test here measures time.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from engine.prompts.chat_tokenizers import chat_tokenizer
 from hostile_bodies import CHAT, COMPLETIONS, FAMILIES, MESSAGES, ODD_TEXTS, RESPONSES, Family, encoded
@@ -23,6 +26,7 @@ from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.errors import RequestError
+from rootstock.server import request_bodies
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
 from rootstock.server.models import served_model
@@ -189,3 +193,33 @@ def test_a_prompt_that_cannot_fit_is_refused_before_any_message_is_built(
     ):
         with pytest.raises(RequestError, match="characters, which make more than"):
             prepares[route](body)
+
+
+# ---- memory that bodies took
+
+
+@pytest.mark.parametrize(("bodies", "size", "returned"), [(3, 400_000, 1), (40, 30_000, 1), (3, 30_000, 0)])
+def test_unused_memory_is_returned_after_large_or_many_bodies(
+    monkeypatch: pytest.MonkeyPatch, bodies: int, size: int, returned: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(request_bodies, "return_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(request_bodies, "_RETURN_AFTER_S", 0.01)
+    queue = request_bodies.PreparationQueue(8, 8)
+    received = {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+    async def receive() -> Any:
+        return received
+
+    async def prepare_all() -> None:
+        for _ in range(bodies):
+            request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+            monkeypatch.setattr(request, "is_disconnected", AsyncMock(return_value=False))
+            await queue.run(request, lambda: None)
+        while len(calls) < returned:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(prepare_all())
+    assert len(calls) >= returned
+    assert returned or not calls

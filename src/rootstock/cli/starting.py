@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
 # interpreter.
-_SWITCH_S = 0.001
+_SWITCH_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ empty lists. The check counts separators with NumPy, in slices, so that other th
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Coroutine
@@ -39,7 +40,8 @@ _SLICE_BYTES = MIB
 _NUMBER_DIGITS = 256  # Python reads a number in the square of its digits: 16 MiB of long ones took 0.3 s
 _CORES_PER_LONG_BODY = 4
 _SHORT_BODIES_AT_ONCE = 8
-_LARGE_BODY_BYTES = MIB  # from this size on, unused memory is returned to the system afterwards
+_LARGE_BODIES_BYTES = MIB  # after so many bytes of bodies, unused memory is returned to the system
+_RETURN_AFTER_S = 2.0  # when their requests have been read, and mostly answered
 
 
 class BoundedJsonRoute(APIRoute):
@@ -180,6 +182,8 @@ class PreparationQueue:
         self._long = anyio.CapacityLimiter(max(1, (os.cpu_count() or 1) // _CORES_PER_LONG_BODY))
         self._short = anyio.CapacityLimiter(_SHORT_BODIES_AT_ONCE)
         self._waiting = {self._long: 0, self._short: 0}
+        self._prepared_bytes = 0  # since memory was returned
+        self._returns = False
 
     async def run(self, request: Request, prepare: Callable[[], T]) -> T:
         """Calls `prepare` on another thread when it is this request's turn, and returns its result.
@@ -207,10 +211,20 @@ class PreparationQueue:
                     return await anyio.to_thread.run_sync(prepare)
                 finally:
                     _preparation.reset(token)
-                    if limiter is self._long and preparation.count_bytes >= _LARGE_BODY_BYTES:
-                        await anyio.to_thread.run_sync(return_free_memory)
+                    self._return_later(preparation.count_bytes)
         finally:
             self._waiting[limiter] -= 1
+
+    def _return_later(self, prepared_bytes: int) -> None:
+        """Returns unused memory to the system some seconds after large bodies, or many small ones."""
+        self._prepared_bytes += prepared_bytes
+        if self._prepared_bytes >= _LARGE_BODIES_BYTES and not self._returns:
+            self._returns = True
+            asyncio.get_running_loop().call_later(_RETURN_AFTER_S, self._return)
+
+    def _return(self) -> None:
+        self._prepared_bytes, self._returns = 0, False
+        asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
 
 async def _refuse_gone(request: Request) -> None:
