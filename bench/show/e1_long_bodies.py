@@ -21,7 +21,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,14 @@ def words(count_bytes: int, seed: int = 0) -> str:
 
 
 class Streams:
-    """Streams that run until the end of the block, each on a thread, and the gaps between two chunks."""
+    """Streams that run until the end of the block, each on a thread, and the gaps between two chunks.
 
-    def __init__(self, server: Server) -> None:
+    Tokens without a text of their own (`silent`) are not sampled: a stream has no chunk for them.
+    """
+
+    def __init__(self, server: Server, silent: Sequence[int] = range(len(SPECIAL))) -> None:
         self._server = server
+        self._bias = {str(id): -100 for id in silent}
         self._gaps: queue.SimpleQueue[float] = queue.SimpleQueue()  # seconds
         self._begun = threading.Semaphore(0)
 
@@ -169,8 +173,7 @@ class Streams:
                 "prompt": [100 + index, 200, 300],
                 "max_tokens": 8_000,
                 "temperature": 0,
-                # Special tokens have no text, and a stream has no chunk for them.
-                "logit_bias": {str(id): -100 for id in range(len(SPECIAL))},
+                "logit_bias": self._bias,
                 "stream": True,
             }
             connection.request(

@@ -5,8 +5,9 @@ bodies that once stopped or slowed a server (schemas and grammars that do not co
 joined, stored responses that short requests refer to), and at least 200 that are drawn from generators: one after the
 other, and each eighth time eight at once. Each has to be refused or answered.
 
-A stream's gap is the time between two of its events. The longest gap beside bodies is compared with the longest of a
-quiet time of the same run. At the end SIGTERM comes beside streams and hostile bodies.
+A stream's gap is the time between two of its events. Each of its tokens is an event: tokens that are a part of a
+character are not sampled. The longest gap beside bodies is compared with the longest of a quiet time of the same run.
+At the end SIGTERM comes beside streams and hostile bodies.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from beside import Health, beside
 from common import argument_parser, at_least, at_most, conclude, exactly
 from e1_long_bodies import STREAMS, Server, Streams
 from peers import PeerProcess, rootstock_server
+from tokenizers import Tokenizer
 
 from checkpoints import save_chat
 from hostile_bodies import CHAT, RESPONSES, encoded, hostile_bodies
@@ -75,7 +77,7 @@ def main() -> None:
         serve += ("--answer-memory", "4MiB")  # bounded memory that fills would count as kept
         serve += ("--responses-file", str(Path(folder) / "responses.sqlite"))
         with rootstock_server(model, *serve) as process:
-            figures = measure(process, given.bodies, given.seed, given.quiet)
+            figures = measure(process, given.bodies, given.seed, given.quiet, silent_tokens(model))
     bars = {
         "bodies": at_least(given.bodies),
         "not_refused_or_answered": exactly(0),
@@ -252,28 +254,37 @@ class ShortRequests:
             self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
 
 
+def silent_tokens(model: Path) -> list[int]:
+    """Returns the tokens that have no text alone: control tokens, and bytes that are a part of a character."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = range(tokenizer.get_vocab_size())
+    return [id for id in ids if tokenizer.decode([id]) in ("", "\N{REPLACEMENT CHARACTER}")]
+
+
 @contextlib.contextmanager
-def load(server: Server) -> Iterator[tuple[Streams, Health]]:
+def load(server: Server, silent: Sequence[int]) -> Iterator[tuple[Streams, Health]]:
     """Runs the streams and a poll of /livez until the end of the block."""
-    streams, probe = Streams(server), Health(server.connect(), 0.02, "/livez")
+    streams, probe = Streams(server, silent), Health(server.connect(), 0.02, "/livez")
     with beside(probe.run, *(partial(streams.run, index) for index in range(STREAMS))):
         streams.wait_until_begun()
         yield streams, probe
 
 
-def measure(process: PeerProcess, count: int, seed: int, quiet_s: float) -> dict[str, Any]:
+def measure(
+    process: PeerProcess, count: int, seed: int, quiet_s: float, silent: Sequence[int]
+) -> dict[str, Any]:
     server, family = Server(process), Family(process.pid)
     address = process.url.removeprefix("http://")
     known, drawn = list(known_bodies()), drawn_bodies(count, seed)
     print(
         f"{len(known) + len(drawn)} bodies, {sum(len(b.content or b'') for b in known + drawn) / 1e6:.0f} MB"
     )
-    warm_up(Answers(address), server)
+    warm_up(Answers(address), server, silent)
     before_mb, processes_before = uncached_mb(server, family), family.resident_mb()
     answers, others = Answers(address), ShortRequests(Answers(address))
     worst: dict[str, float] = {}
     peak_mb = before_mb
-    with load(server) as (streams, probe), beside(others.run):
+    with load(server, silent) as (streams, probe), beside(others.run):
         streams.gaps_ms()
         time.sleep(quiet_s)
         quiet = streams.gaps_ms()
@@ -324,7 +335,7 @@ def measure(process: PeerProcess, count: int, seed: int, quiet_s: float) -> dict
     return figures | ended(process, server, family, known)
 
 
-def warm_up(answers: Answers, server: Server) -> None:
+def warm_up(answers: Answers, server: Server, silent: Sequence[int]) -> None:
     """Sends bodies of each kind before the memory is measured: first uses allocate, and bounded memories fill."""
     for body in drawn_bodies(WARM_UP, seed=0):
         answers.send(body)
@@ -332,7 +343,7 @@ def warm_up(answers: Answers, server: Server) -> None:
         answers.send(constrained("warm", {"guided_regex": f"warm{number}[ab]*"}))
     prompt = {"prompt": list(range(10, 500)) * 32, "max_tokens": 1}
     answers.send(Body("the longest prompt", "/v1/completions", encoded(prompt)))
-    with load(server):
+    with load(server, silent):
         time.sleep(2)
 
 

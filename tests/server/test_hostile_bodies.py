@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from rootstock.config import EngineConfig, ServerConfig
+from rootstock.engine.constraints.turns import Turns
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.engine.prompts.prompt_tokenizer import TokenizedPieces
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import request_bodies
 from rootstock.server.errors import ClientGone
-from rootstock.server.request_bodies import LONG_BODY_BYTES, PreparationQueue, check_shape
+from rootstock.server.request_bodies import LONG_BODY_BYTES, ParsingQueue, PreparationQueue, check_shape
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S
 
@@ -254,3 +255,113 @@ def test_no_more_requests_wait_than_the_engine_would_queue() -> None:
         assert await queue.run(long, lambda: "later") == "later"
 
     asyncio.run(scenario())
+
+
+def test_a_short_body_that_waits_for_a_compile_lets_another_one_be_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_bodies, "_short_work", threading.Semaphore(1))
+    queue = PreparationQueue(max_batch=4, max_queue=4)
+    compiles, works, release = threading.Event(), threading.Event(), threading.Event()
+
+    def compile_first() -> str:
+        with Turns(1).of("tenant", 1):
+            compiles.set()
+            assert release.wait(HANG_S)
+        return "compiled"
+
+    def work() -> str:
+        works.set()
+        assert release.wait(HANG_S)
+        return "prepared"
+
+    async def scenario() -> None:
+        first = asyncio.ensure_future(queue.run(request_of(b"{}"), compile_first))
+        assert await asyncio.to_thread(compiles.wait, HANG_S)
+        second = asyncio.ensure_future(queue.run(request_of(b"{}"), work))
+        assert await asyncio.to_thread(works.wait, HANG_S)
+        third = asyncio.ensure_future(queue.run(request_of(b"{}"), lambda: works.is_set()))
+        while queue._waiting[queue._short] != 3:
+            await asyncio.sleep(0)
+        assert not third.done()  # one place, and the second one has it
+        release.set()
+        assert await asyncio.gather(first, second, third) == ["compiled", "prepared", True]
+
+    asyncio.run(scenario())
+
+
+def test_long_bodies_are_parsed_one_at_a_time_the_shortest_first_and_with_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[int] = []
+
+    async def scenario() -> None:
+        queue = ParsingQueue.of_loop()
+        assert queue is ParsingQueue.of_loop()
+        pauses: list[float] = []
+        loop = asyncio.get_running_loop()
+
+        def call_later(delay: float, begin: Callable[[], None]) -> asyncio.Handle:
+            pauses.append(delay)
+            return loop.call_soon(begin)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+
+        async def parse(size: int) -> None:
+            await queue.wait(size)
+            order.append(size)
+            queue.release(float(size))
+
+        await queue.wait(1)
+        waiting = [asyncio.ensure_future(parse(size)) for size in (300, 100, 200, 100)]
+        gone = asyncio.ensure_future(parse(50))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert order == []
+        queue.release_after_this_task()
+        await asyncio.gather(*waiting)
+        assert order == [100, 100, 200, 300]
+        assert pauses[1:] == [300, 300, 600, 900]
+        assert pauses[0] >= 0
+        await queue.wait(1)  # nobody holds it any more
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_comes_to_a_request_in_the_moment_of_its_end_goes_to_the_next_one() -> None:
+    async def scenario() -> None:
+        queue = ParsingQueue.of_loop()
+        await queue.wait(1)
+        gone, next_one = (asyncio.ensure_future(queue.wait(size)) for size in (1, 2))
+        await asyncio.sleep(0)
+        queue._begin_next()
+        gone.cancel()
+        await asyncio.wait_for(next_one, HANG_S)
+        assert gone.cancelled()
+
+    asyncio.run(scenario())
+
+
+@given(
+    value=st.recursive(
+        st.text(max_size=4)
+        | st.integers()
+        | st.floats()
+        | st.none()
+        | st.booleans()
+        | st.sampled_from(["\ud800", "\udc00a", "\x00"]),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=4),
+        max_leaves=30,
+    ),
+    mark=st.sampled_from([b"", "\ufeff".encode()]),
+)
+def test_a_long_body_has_the_values_of_the_standard_parser(value: Any, mark: bytes) -> None:
+    body = mark + json.dumps(value).encode()
+    found = asyncio.run(request_bodies._LongRequest(request_of(b""), body).json())
+    assert json.dumps(found) == json.dumps(value)  # also equal for NaN, and not for 1 and 1.0
+
+
+def test_a_long_body_that_is_no_json_is_an_error_of_the_standard_parser() -> None:
+    with pytest.raises(json.JSONDecodeError, match="line 1 column 4"):
+        asyncio.run(request_bodies._LongRequest(request_of(b""), b"[1,}").json())

@@ -1,18 +1,24 @@
 """Request bodies: the shape of their JSON is bounded before parsing, and prompts are prepared a few at a time.
 
 `json.loads` holds the interpreter's lock: 16 MiB take 60 ms as one string, but seconds and a gigabyte as five million
-empty lists. The check counts separators with NumPy, in slices, so that other threads can run.
+empty lists. The check counts separators with NumPy, in slices, so that other threads can run. Long bodies are parsed
+one at a time, with pauses: a step needs the lock some hundred times, and would wait for a whole body each time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import json
 import os
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 import anyio.from_thread
@@ -21,9 +27,10 @@ import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from rootstock.engine.constraints.turns import refuse_gone
+from rootstock.engine.constraints.turns import let_others_work, refuse_gone
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.runtime.host_memory import return_free_memory
@@ -35,11 +42,11 @@ Bits = NDArray[np.bool_]
 
 LONG_BODY_BYTES = 65_536  # a prompt of about 16,000 tokens: 30 ms of a core
 
-_ON_A_THREAD_FROM_BYTES = 262_144
+_PAUSE = 3  # times as long as the parsing of a long body
 _SLICE_BYTES = MIB
 _NUMBER_DIGITS = 256  # Python reads a number in the square of its digits: 16 MiB of long ones took 0.3 s
-_CORES_PER_LONG_BODY = 4
-_SHORT_BODIES_AT_ONCE = 8
+_CORES_PER_PREPARATION = 4  # of long bodies, and of short ones
+_SHORT_BODIES_AT_ONCE = 8  # most of them wait for a grammar or for their turn
 _LARGE_BODIES_BYTES = MIB  # after so many bytes of bodies, unused memory is returned to the system
 _RETURN_AFTER_S = 2.0  # when their requests have been read, and mostly answered
 
@@ -55,13 +62,92 @@ class BoundedJsonRoute(APIRoute):
                 body = await request.body()
             except ClientDisconnect:
                 raise ClientGone from None
-            if len(body) < _ON_A_THREAD_FROM_BYTES:
+            if len(body) < LONG_BODY_BYTES:
                 check_shape(body)
-            else:
+                return await handle(request)
+            parsing = ParsingQueue.of_loop()
+            await parsing.wait(len(body))
+            try:
                 await anyio.to_thread.run_sync(check_shape, body)
-            return await handle(request)
+            except BaseException:
+                parsing.release(0.0)
+                raise
+            parsing.release_after_this_task()
+            return await handle(_LongRequest(request, body))
 
         return checked
+
+
+class _LongRequest(Request):
+    """A request with a long body, which pydantic's parser reads in half the time."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._whole_body = body
+
+    async def body(self) -> bytes:
+        return self._whole_body
+
+    async def json(self) -> Any:
+        try:
+            return from_json(self._whole_body)
+        except ValueError:  # it is stricter: a lone surrogate, a byte order mark
+            return json.loads(self._whole_body)
+
+
+class ParsingQueue:
+    """Queue of long bodies that an event loop parses and validates, one at a time and the shortest first.
+
+    After each of them the next one waits for `_PAUSE` times as long, in which steps run.
+    """
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, ParsingQueue]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._is_taken = False
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # heap by bytes, then by arrival
+
+    @classmethod
+    def of_loop(cls) -> ParsingQueue:
+        """Returns the queue of the running event loop."""
+        loop = asyncio.get_running_loop()
+        queue = cls._of_loops.get(loop)
+        if queue is None:
+            queue = cls._of_loops[loop] = cls(loop)
+        return queue
+
+    async def wait(self, count_bytes: int) -> None:
+        """Waits for a body's turn, which lasts until `release`."""
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn = self._loop.create_future()
+        heapq.heappush(self._waiting, (count_bytes, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn has come in this very moment
+                self.release(0.0)
+            raise
+
+    def release(self, parsing_s: float) -> None:
+        """Ends a turn in which the loop was busy for so long. The next one begins after a pause."""
+        self._loop.call_later(_PAUSE * parsing_s, self._begin_next)
+
+    def release_after_this_task(self) -> None:
+        """Ends the turn when the running task gives the loop back: the framework parses and validates until then."""
+        began = self._loop.time()
+        self._loop.call_soon(lambda: self.release(self._loop.time() - began))
+
+    def _begin_next(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
 
 
 def check_shape(body: bytes) -> None:
@@ -152,6 +238,11 @@ class _IsLong(Exception):
     """The preparation of a short body turns out to be a long one, before it has begun."""
 
 
+_at_once = max(1, (os.cpu_count() or 1) // _CORES_PER_PREPARATION)
+# Places for the work of short bodies, of all models. Each thread that works holds the interpreter up for a switch
+# interval whenever a step needs it, some hundred times. Long bodies are as few by their queue.
+_short_work = threading.Semaphore(_at_once)
+
 _preparation: ContextVar[tuple[_Preparation, bool] | None] = ContextVar("preparation", default=None)
 
 
@@ -169,6 +260,16 @@ def count_more_bytes(count: int) -> None:
             raise _IsLong
 
 
+@contextmanager
+def _without_place() -> Iterator[None]:
+    """Gives up the thread's place for the work of short bodies, and takes one again at the end."""
+    _short_work.release()
+    try:
+        yield
+    finally:
+        _short_work.acquire()
+
+
 class PreparationQueue:
     """Queue that bounds how many requests are rendered and tokenized at once. Used on event loops' threads.
 
@@ -179,7 +280,7 @@ class PreparationQueue:
     def __init__(self, max_batch: int, max_queue: int) -> None:
         self._max_batch = max_batch
         self._max_queue = max_queue
-        self._long = anyio.CapacityLimiter(max(1, (os.cpu_count() or 1) // _CORES_PER_LONG_BODY))
+        self._long = anyio.CapacityLimiter(_at_once)
         self._short = anyio.CapacityLimiter(_SHORT_BODIES_AT_ONCE)
         self._waiting = {self._long: 0, self._short: 0}
         self._prepared_bytes = 0  # since memory was returned
@@ -208,6 +309,8 @@ class PreparationQueue:
                 refuse_gone.set(lambda: anyio.from_thread.run(_refuse_gone, request))
                 token = _preparation.set((preparation, limiter is self._long))
                 try:
+                    if limiter is self._short:
+                        return await anyio.to_thread.run_sync(_in_turn, prepare)
                     return await anyio.to_thread.run_sync(prepare)
                 finally:
                     _preparation.reset(token)
@@ -225,6 +328,13 @@ class PreparationQueue:
     def _return(self) -> None:
         self._prepared_bytes, self._returns = 0, False
         asyncio.get_running_loop().run_in_executor(None, return_free_memory)
+
+
+def _in_turn(prepare: Callable[[], T]) -> T:
+    """Calls `prepare` when there is a place for the work of a short body."""
+    let_others_work.set(_without_place)
+    with _short_work:
+        return prepare()
 
 
 async def _refuse_gone(request: Request) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from rootstock.errors import CompilerBusy
@@ -25,6 +25,10 @@ _CHECK_S = 0.25
 
 # Raises if the client has left for whom this thread compiles.
 refuse_gone: ContextVar[Callable[[], None] | None] = ContextVar("refuse_gone", default=None)
+# Lets other requests use the interpreter while this thread waits for a compile.
+let_others_work: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
+    "let_others_work", default=nullcontext
+)
 
 
 class Turn:
@@ -58,7 +62,8 @@ class Turns:
         with self._changed:
             self._open.add(turn)
         try:
-            yield turn
+            with let_others_work.get()():
+                yield turn
         finally:
             with self._changed:
                 self._open.remove(turn)
