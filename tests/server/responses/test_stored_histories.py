@@ -16,7 +16,7 @@ from rootstock.errors import InvalidParameter
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore, StoredResponse
+from rootstock.server.responses.store import ResponseStore
 from rootstock.server.responses.tools import Toolbox
 from rootstock.units import KIB, MIB
 from server.conftest import Served, assert_error, served_by_oracle
@@ -206,13 +206,13 @@ def test_references_stand_for_no_more_bytes_than_a_body(
     named = {"type": "item_reference", "id": item["id"]}
     size = len(json.dumps(item))
     read: list[str] = []
-    get = ResponseStore.get
+    output = ResponseStore.output
 
-    def counted(self: ResponseStore, tenant: str, id: str) -> StoredResponse:
+    def counted(self: ResponseStore, tenant: str, id: str) -> bytes:
         read.append(id)
-        return get(self, tenant, id)
+        return output(self, tenant, id)
 
-    monkeypatch.setattr(ResponseStore, "get", counted)
+    monkeypatch.setattr(ResponseStore, "output", counted)
     fits = MOST // size - 1
     for count, status in ((fits, 200), (fits + 2, 400), (3_500, 400)):
         answer = served.client.post(f"{PATH}/input_tokens", json={"input": [named] * count})

@@ -216,7 +216,7 @@ class Responses:
         @functools.cache  # many items of one response
         def outputs(id: str) -> list[tuple[Json, int]]:
             try:
-                text = self.store.get(owner, id).output
+                text = self.store.output(owner, id)
             except ResponseNotFound:
                 return []
             return [(item, len(json.dumps(item))) for item in parsed(text)]
