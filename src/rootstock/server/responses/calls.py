@@ -98,7 +98,8 @@ class Responses:
         )
         keep = None
         if body.store is not False:
-            own = json_text(kept_items(prepared.own), "input")
+            unseal = partial(self.sealer.open, tenant=tenant)
+            own = json_text(kept_items(prepared.own, unseal), "input")
 
             def keep(head: str, output: str) -> None:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
