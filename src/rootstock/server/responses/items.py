@@ -360,7 +360,7 @@ def _texts_of_reasoning(item: Json, path: str = "input") -> list[str]:
     return texts
 
 
-def _shown_action(action: Json) -> dict[str, Any]:
+def _shown_action(action: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the action of a local shell's call as the arguments that the model reads."""
     return {key: value for key, value in action.items() if key != "type" and value}
 

@@ -583,18 +583,23 @@ def _unpacked(number: int, row: bytes | sqlite3.Blob, names: Collection[str]) ->
 
     Raises sqlite3.Error for a row that has changed.
     """
+
+    def taken(at: int, length: int) -> bytes:
+        found = row[at : at + length]
+        assert isinstance(found, bytes)
+        return found
+
     try:
-        assert not any(row[:_LEAST_IN_TREE])
+        assert not any(taken(0, _LEAST_IN_TREE))
         at = _LEAST_IN_TREE + _DIGITS + _CHECKSUM_BYTES
-        top, checksum = row[_LEAST_IN_TREE : at - _CHECKSUM_BYTES], row[at - _CHECKSUM_BYTES : at]
-        fields = row[at : at + int(top)]
-        assert _checksum(number, fields) == checksum
+        fields = taken(at, int(taken(_LEAST_IN_TREE, _DIGITS)))
+        assert _checksum(number, fields) == taken(_LEAST_IN_TREE + _DIGITS, _CHECKSUM_BYTES)
         # As they were written: the checksum is right.
         id, tenant, parent, lengths, checksums = json.loads(fields)
         at, texts = at + len(fields), []
         for name, length, checksum in zip(_TEXTS, lengths, checksums, strict=True):
             if name in names:
-                texts.append(row[at : at + length])
+                texts.append(taken(at, length))
                 assert _checksum(number, texts[-1]).hex() == checksum
             at += length
     except (AssertionError, ValueError) as error:
