@@ -20,6 +20,8 @@ BUNDLES = "server/test_bundles.py"
 SESSIONS = "server/test_browser_sessions.py"
 LOG = "server/test_request_log.py"
 HINTS = "cache/test_hints.py"
+RESPONSES = "server/responses/test_store.py"
+GRAMMARS = "engine/constraints/test_grammar_host.py"
 CLEARING = "engine/test_clearing_tenants.py"
 
 # Words of the page, and the tests: each promise is a sentence, or the part of one that a test can hold.
@@ -265,6 +267,24 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "server/test_hostile_requests.py::test_every_field_of_every_route_is_answered_with_hostile_values",
         "server/test_hostile_requests.py::test_a_hostile_value_anywhere_in_a_body_is_answered",
     ),
+    "The system ends such a process after 2 s of a processor": (
+        f"{GRAMMARS}::test_a_compile_without_end_is_ended",
+        f"{GRAMMARS}::test_a_chain_that_overflows_the_stack_is_an_error_of_its_grammar",
+        "server/test_hostile_schemas.py::test_what_ended_a_server_once_is_an_error",
+    ),
+    "or ends the requests with that grammar while their answers are generated": (
+        f"{GRAMMARS}::test_the_end_of_a_process_fails_its_answers_alone",
+    ),
+    "Compiles take turns, in which short ones come first": (
+        f"{GRAMMARS}::test_a_compile_that_has_used_less_comes_first_and_the_smaller_of_new_ones",
+    ),
+    "At most four long ones are open at once, two of one tenant": (
+        f"{GRAMMARS}::test_a_tenant_has_few_long_compiles_at_once_and_leaves_room_for_others",
+    ),
+    "A compile ends when its client leaves": (f"{GRAMMARS}::test_a_client_that_leaves_ends_its_compile",),
+    "Compiled grammars are kept for each salt apart": (
+        "engine/constraints/test_constraint_compiler.py::test_a_grammar_is_compiled_once_for_each_salt",
+    ),
     "References out of a schema are refused": (
         "server/test_hostile_schemas.py::test_a_hostile_schema_is_an_error_that_says_why",
     ),
@@ -295,9 +315,22 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "Files are readable by their owner only (0600)": (
         "tiers/disk/test_tier.py::test_files_are_readable_by_their_owner_only",
     ),
+    "made readable by their owner only, also where they existed before": (
+        f"{RESPONSES}::test_all_files_are_private_also_those_that_exist",
+    ),
+    "leaves no text in them": (
+        f"{RESPONSES}::test_no_trace_of_a_deleted_response_stays_in_any_file",
+        f"{RESPONSES}::test_no_trace_of_an_evicted_response_stays_in_any_file",
+    ),
+    "A damaged file never gives another response's content": (
+        f"{RESPONSES}::test_no_flipped_bit_stops_the_start_or_gives_other_content",
+        f"{RESPONSES}::test_pages_in_each_others_place_give_no_other_content",
+        f"{RESPONSES}::test_changed_rows_are_damage",
+        f"{RESPONSES}::test_a_file_that_is_damaged_while_it_is_used_is_set_aside_at_once",
+    ),
     "A tenant reads, continues and deletes its own responses alone": (
         "server/responses/test_responses_api.py::test_tenants_do_not_see_each_others_responses",
-        "server/responses/test_store.py::test_other_tenants_see_nothing",
+        f"{RESPONSES}::test_other_tenants_see_nothing",
         f"{TENANTS}::test_the_stored_responses_of_the_other_tenant_are_out_of_reach",
     ),
     "A damaged, foreign or swapped record is a miss": (

@@ -12,9 +12,11 @@ from engine.constraints.helpers import BYTES, accepts, byte_compiler, random_ans
 from hostile_constraints import all_of_patterns, lark_chain, many_names, pattern_properties, ref_chain
 from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
 from rootstock.engine.constraints.compiled import CompiledConstraint
-from rootstock.engine.constraints.json_schema import FORMATS, json_schema_of
+from rootstock.engine.constraints.json_schema import FORMATS, json_schema_of, schemas_in
 from rootstock.engine.constraints.repetitions import largest_written_out, written_out
 from rootstock.errors import ConstraintRefused, InvalidParameter, RequestError, Unsupported
+
+MANY = "{999999999999999999}"
 
 
 def refused(grammar: Grammar) -> ConstraintRefused:
@@ -194,6 +196,41 @@ def test_sizes_after_repetitions() -> None:
     assert largest_written_out("start: A\nA: B\nB: A") < 10
     assert largest_written_out('b: "x"{9} "y"\nstart: b b b b') == 30, "rules are not written out"
     assert largest_written_out('start: a ~ 3..5 // x{1000}\na: %json {"minLength": 3}') < 20
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Regex("a" + MANY * 700),
+        Regex("(" * 700 + "a" + f"){MANY}" * 700),
+        schema({"type": "string", "pattern": "(" * 9_000 + "a" + f"){MANY}" * 9_000}),
+        schema({"type": "object", "patternProperties": {"a" + MANY * 700: {}}}),
+        Lark("start: A0\n" + "\n".join(f"A{i}: A{i + 1}{MANY}" for i in range(900)) + '\nA900: "x"'),
+        Lark("start: R\nR: /a" + MANY * 700 + "/"),
+        Lark(f'start: %json {{"pattern": "a{MANY * 700}"}}'),
+    ],
+    ids=lambda grammar: str(grammar)[:40],
+)
+def test_the_number_of_parts_is_bounded_too(grammar: Grammar) -> None:
+    """Repetitions of repetitions make numbers of more digits than Python prints."""
+    error = refused(grammar)
+    assert "repetitions" in error.message
+    assert len(error.message) < 300
+
+
+def test_schemas_that_do_not_begin_are_not_searched_for() -> None:
+    # An error of the decoder counts the lines before it: one for each would take the square of the length.
+    failed: list[int] = []
+
+    class Noting(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> Any:
+            failed.append(idx)
+            return super().raw_decode(s, idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "JSONDecoder", Noting)
+        assert schemas_in("start: " + "%json " * 1_000 + '%json {"a": 1} %json [2]', "p") == [{"a": 1}, [2]]
+    assert len(failed) == 2
 
 
 def test_an_opening_without_its_end_is_searched_once() -> None:

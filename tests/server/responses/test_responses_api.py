@@ -11,7 +11,7 @@ import pytest
 from rootstock.server.responses import calls
 from rootstock.server.responses.answers import InputItems, ResponseBody
 from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore, StoredResponse
+from rootstock.server.responses.store import ResponseStore
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed
@@ -262,13 +262,13 @@ def test_references_to_one_response_read_it_once(
 ) -> None:
     [item] = created(client, input="say:yes")["output"]
     read: list[str] = []
-    get = ResponseStore.get
+    output = ResponseStore.output
 
-    def counted(store: ResponseStore, tenant: str, id: str) -> StoredResponse:
+    def counted(store: ResponseStore, tenant: str, id: str) -> bytes:
         read.append(id)
-        return get(store, tenant, id)
+        return output(store, tenant, id)
 
-    monkeypatch.setattr(ResponseStore, "get", counted)
+    monkeypatch.setattr(ResponseStore, "output", counted)
     ask = {"role": "user", "content": "say:fine"}
     named = {"type": "item_reference", "id": item["id"]}
     assert _input_tokens(client, [ask, *[named] * 50]) == _input_tokens(client, [ask, *[item] * 50])

@@ -142,6 +142,29 @@ def test_entries_are_bounded(store: ResponseStore, monkeypatch: pytest.MonkeyPat
     assert [id for id in ids if holds(store, id)] == ids[15:]
 
 
+def test_a_read_takes_no_text_that_it_does_not_need(
+    store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short request may refer to many responses: what it reads must be what is counted."""
+    large = "x" * 100_000
+    store.put(TENANT, NewResponse("a", None, f'{{"instructions":"{large}"}}', "[1]", "[2]"))
+    store.put(TENANT, NewResponse("b", "a", "{}", f'["{large}"]', "[3]"))
+    checked: list[int] = []
+    checksum = store_module._checksum
+
+    def counted(number: int, content: bytes) -> bytes:
+        checked.append(len(content))
+        return checksum(number, content)
+
+    store.get(TENANT, "b")  # both are written
+    monkeypatch.setattr(store_module, "_checksum", counted)
+    assert history(store, "a") == [1, 2]
+    assert store.output(TENANT, "b") == b"[3]"
+    assert sum(checked) < 1_000
+    assert history(store, "b") == [1, 2, large, 3]
+    assert sum(checked) < len(large) + 2_000
+
+
 def test_a_long_history_is_refused_before_it_is_read(
     store: ResponseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,18 +462,18 @@ def test_pages_in_each_others_place_give_no_other_content(known: Known) -> None:
 
 
 _ROW_CHANGES = (
-    "UPDATE responses SET record = (SELECT record FROM responses WHERE number = {other}) WHERE number = {one}",
+    "UPDATE responses SET content = (SELECT content FROM responses WHERE number = {other}) WHERE number = {one}",
     "UPDATE responses SET number = 1000 WHERE number = {one}",
-    "UPDATE responses SET record = 5 WHERE number = {one}",
-    "UPDATE responses SET record = 'text' WHERE number = {one}",
-    "UPDATE responses SET record = x'' WHERE number = {one}",
-    "UPDATE responses SET record = zeroblob(10000) WHERE number = {one}",
-    "UPDATE responses SET record = substr(record, 1, 550) WHERE number = {one}",
-    "INSERT INTO responses SELECT 1000, record FROM responses WHERE number = {one}",
+    "UPDATE responses SET content = 5 WHERE number = {one}",
+    "UPDATE responses SET content = 'text' WHERE number = {one}",
+    "UPDATE responses SET content = x'' WHERE number = {one}",
+    "UPDATE responses SET content = zeroblob(10000) WHERE number = {one}",
+    "UPDATE responses SET content = substr(content, 1, 550) WHERE number = {one}",
+    "INSERT INTO responses SELECT 1000, content FROM responses WHERE number = {one}",
     "UPDATE keys SET value = zeroblob(32)",
     "DROP TABLE responses",
     "DROP TABLE keys",
-    "ALTER TABLE responses RENAME COLUMN record TO other",
+    "ALTER TABLE responses RENAME COLUMN content TO other",
     "CREATE TABLE more (a)",
     "CREATE TRIGGER t AFTER INSERT ON responses BEGIN DELETE FROM responses; END",
 )

@@ -10,13 +10,14 @@ import pytest
 
 from hostile_bodies import RESPONSE_BODIES, nested
 from rootstock.config import ServerConfig
-from rootstock.engine.limits import MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
+from rootstock.engine.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.errors import InvalidParameter
+from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.request_bodies import PreparationQueue
+from rootstock.server.responses.items import kept_items, messages_of
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore, StoredResponse
+from rootstock.server.responses.store import ResponseStore
 from rootstock.server.responses.tools import Toolbox
 from rootstock.units import KIB, MIB
 from server.conftest import Served, assert_error, served_by_oracle
@@ -107,6 +108,128 @@ def test_fields_and_items_that_no_prompt_shows_are_not_stored(served: Served, st
         whole = served.client.post(route, json={"input": [*items, *body["output"], said("more")]})
         tokens = "input_tokens" if route.endswith("tokens") else "prompt_tokens"
         assert ask.json()[tokens] == whole.json()[tokens]
+
+
+FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
+GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+TOOLS = [
+    {**FUNCTION, "strict": True, "defer_loading": True},
+    {"type": "custom", "name": "c", "description": "d", "format": GRAMMAR},
+    {"type": "custom", "name": "g", "format": {"type": "grammar", "grammar": GRAMMAR}},
+    {"type": "custom", "name": "t", "format": {"type": "text"}},
+    {"type": "namespace", "name": "n", "description": "d", "tools": [{**FUNCTION, "name": "inner"}]},
+    {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}},
+    {"type": "tool_search"},
+    {"type": "local_shell"},
+    {"type": "web_search"},
+]
+MARK = {"mode": "explicit", "ttl": "30m"}
+PARTS = [
+    {"type": "input_text", "text": "t", "prompt_cache_breakpoint": MARK},
+    {"type": "refusal", "refusal": "t"},
+    {"type": "input_image", "image_url": "u", "detail": "low"},
+    {"type": "input_file", "filename": "a.txt", "file_data": "d"},
+    {"type": "file", "file": {"filename": "b.txt", "file_data": "d"}},
+]
+CALL = {"call_id": "c", "name": "f", "namespace": "n"}
+# An item of each type, with all fields that the prompt shows.
+EVERY_ITEM: dict[str, Json] = {
+    "message": {"role": "user", "content": PARTS},
+    "message of a text": {"type": "message", "role": "user", "content": "t"},
+    "message of a part": {"type": "message", "role": "user", "content": PARTS[0]},
+    "agent_message": {"content": PARTS},
+    "reasoning": {"content": [{"type": "reasoning_text", "text": "t"}], "summary": []},
+    "sealed reasoning": {"type": "reasoning", "encrypted_content": "sealed"},
+    "foreign reasoning": {"type": "reasoning", "encrypted_content": "foreign"},
+    "function_call": {**CALL, "arguments": '{"a":1}'},
+    "custom_tool_call": {**CALL, "input": "i"},
+    "local_shell_call": {"call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+    "computer_call": {"call_id": "c", "action": {"type": "click"}, "actions": [{"type": "click"}]},
+    "tool_search_call": {"call_id": "c", "arguments": "{}", "execution": "client"},
+    "function_call_output": {**CALL, "output": "o"},
+    "custom_tool_call_output": {**CALL, "output": PARTS},
+    "local_shell_call_output": {"id": "c", "output": "o"},
+    "computer_call_output": {"call_id": "c", "output": {"type": "computer_screenshot", "image_url": "u"}},
+    "tool_search_output": {"call_id": "c", "tools": TOOLS, "execution": "client"},
+    "additional_tools": {"role": "developer", "tools": TOOLS},
+    "compaction": {"encrypted_content": "sealed"},
+    "context_compaction": {"encrypted_content": "foreign"},
+    "web_search_call": {"action": {"query": "q"}},
+}
+
+
+def unseal(sealed: str) -> str | None:
+    return "text" if sealed == "sealed" else None
+
+
+def prompt_of(items: list[Json]) -> object:
+    tools = Toolbox()
+    return messages_of([], items, tools, unseal), tools.shown
+
+
+def with_more(item: Json, at: list[int], more: Json) -> Json:
+    """Returns an item with more fields in one of its objects: at each call in the next one."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(changed, value))
+        if not isinstance(value, dict):
+            return value
+        at[0] -= 1
+        return {**(more if at[0] == -1 else {}), **{name: changed(inner) for name, inner in value.items()}}
+
+    changed_item: Json = changed(item)
+    return changed_item
+
+
+@pytest.mark.parametrize("name", EVERY_ITEM)
+def test_what_the_prompt_shows_of_an_item_is_stored_and_no_more(name: str) -> None:
+    item = {"type": name, **EVERY_ITEM[name]}
+    assert prompt_of(kept_items([item], unseal)) == prompt_of([item])
+    most = len(json.dumps(kept_items([item], unseal))) + 6 * MAX_LABEL_CHARS
+    junk = "0" * 20_000
+    wrong: Json = {"text": "t", "extra": junk, junk: 1, **{f"x{i}": "0" * 1_000 for i in range(20)}}
+    known: Json = dict.fromkeys(
+        ("id", "status", "role", "execution", "detail", "file_id", "filename", "strict", "summary"), junk
+    )
+    for more in (wrong, known, {"tools": [junk]}, {"encrypted_content": junk}, {"action": junk}):
+        for place in range(40):
+            at = [place]
+            hostile = with_more(item, at, more)
+            if at[0] >= 0:
+                break  # the item has no more objects
+            try:
+                shown = prompt_of([hostile])
+            except (InvalidParameter, Unsupported):
+                continue
+            kept = kept_items([hostile], unseal)
+            assert prompt_of(kept) == shown
+            assert len(json.dumps(kept)) < most + len(repr(shown)), (place, more.keys())
+
+
+def test_what_is_only_written_longer_is_stored_short() -> None:
+    spaces, twice = f"{' ' * 20_000}{{}}", f'{{"a":"{"0" * 20_000}","a":1}}'
+    for arguments in (spaces, twice):
+        item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+        kept = kept_items([item], unseal)
+        assert prompt_of(kept) == prompt_of([item])
+        assert len(json.dumps(kept)) < 200
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{ "a": 1 }'}
+    assert kept_items([call], unseal) == [call]
+
+
+def test_items_that_a_compaction_replaces_are_not_stored() -> None:
+    junk = "0" * 20_000
+    items = [
+        said("stays"),
+        {"type": "function_call_output", "output": junk},
+        {"type": "of no type", "extra": junk},
+        {"type": "compaction", "encrypted_content": "sealed"},
+        said("follows"),
+    ]
+    kept = kept_items(items, unseal)
+    assert len(json.dumps(kept)) < 500
+    assert prompt_of(kept) == prompt_of(items)
 
 
 def test_log_probabilities_are_answered_and_not_stored(served: Served) -> None:
@@ -206,13 +329,13 @@ def test_references_stand_for_no_more_bytes_than_a_body(
     named = {"type": "item_reference", "id": item["id"]}
     size = len(json.dumps(item))
     read: list[str] = []
-    get = ResponseStore.get
+    output = ResponseStore.output
 
-    def counted(self: ResponseStore, tenant: str, id: str) -> StoredResponse:
+    def counted(self: ResponseStore, tenant: str, id: str) -> bytes:
         read.append(id)
-        return get(self, tenant, id)
+        return output(self, tenant, id)
 
-    monkeypatch.setattr(ResponseStore, "get", counted)
+    monkeypatch.setattr(ResponseStore, "output", counted)
     fits = MOST // size - 1
     for count, status in ((fits, 200), (fits + 2, 400), (3_500, 400)):
         answer = served.client.post(f"{PATH}/input_tokens", json={"input": [named] * count})

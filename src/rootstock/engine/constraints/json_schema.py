@@ -91,12 +91,11 @@ def schemas_in(grammar: str, param: str) -> list[Any]:
     begin = _JSON_IN_LARK.search(grammar)
     while begin is not None:
         at = begin.end()
-        try:
-            schema, at = decoder.raw_decode(grammar, at)
-        except (ValueError, RecursionError):
-            if grammar.startswith(("{", "["), at):
+        if grammar.startswith(("{", "["), at):
+            try:
+                schema, at = decoder.raw_decode(grammar, at)
+            except (ValueError, RecursionError):
                 raise ConstraintRefused(param, "a '%json' is not followed by JSON") from None
-        else:
             found.append(schema)
         begin = _JSON_IN_LARK.search(grammar, at)
     return found

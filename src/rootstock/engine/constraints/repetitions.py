@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from rootstock.engine.constraints.depths import Depths
 
+_MOST_COUNTED = 10**18  # repetitions of repetitions make numbers that Python does not print
 _REPETITION = r"\{\s*(?P<least>\d{1,18})\s*(?:,\s*(?P<most>\d{0,18})\s*)?\}"
 # A class, a string or a pattern without its end goes on to the end of the text or line. Otherwise an end that is not
 # there would be searched for behind every opening.
@@ -81,8 +82,9 @@ def _written_out(atoms: Iterator[re.Match[str]], sizes: Mapping[str, int]) -> in
         named = atom.groupdict()
         times = [int(named[key]) for key in ("least", "most", "from", "to") if named.get(key)]
         if times:
-            levels[-1] += last * (max(1, *times) - 1)
-            last *= max(1, *times)
+            more = max(1, *times)
+            levels[-1] = min(_MOST_COUNTED, levels[-1] + last * (more - 1))
+            last = min(_MOST_COUNTED, last * more)
             continue
         if atom[0] == "(":
             levels.append(0)
@@ -98,5 +100,5 @@ def _written_out(atoms: Iterator[re.Match[str]], sizes: Mapping[str, int]) -> in
         else:
             name = named.get("name") or ""
             last = sizes.get(name, 1) if name.isupper() else 1  # rules are not written out, terminals are
-        levels[-1] += last
-    return sum(levels)
+        levels[-1] = min(_MOST_COUNTED, levels[-1] + last)
+    return min(_MOST_COUNTED, sum(levels))

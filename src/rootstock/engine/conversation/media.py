@@ -52,8 +52,14 @@ def medium_of(part: Mapping[str, Any], path: str, mark: PrefixMark | None = None
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
         return None
+    return medium_line(kind, path, file_name_of(part), mark)
+
+
+def file_name_of(part: Mapping[str, Any]) -> str | None:
+    """Returns as much of a part's file name as its line depends on; None: it has none."""
     file = part.get("file")  # OpenAI's chats nest the name
-    return medium_line(kind, path, (file if isinstance(file, Mapping) else part).get("filename"), mark)
+    name = (file if isinstance(file, Mapping) else part).get("filename")
+    return name[: 4 * MAX_MEDIUM_NAME_CHARS] if isinstance(name, str) else None
 
 
 def medium_line(kind: MediumKind, path: str, name: Any = None, mark: PrefixMark | None = None) -> Text:

@@ -98,7 +98,8 @@ class Responses:
         )
         keep = None
         if body.store is not False:
-            own = json_text(kept_items(prepared.own), "input")
+            unseal = partial(self.sealer.open, tenant=tenant)
+            own = json_text(kept_items(prepared.own, unseal), "input")
 
             def keep(head: str, output: str) -> None:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
@@ -216,7 +217,7 @@ class Responses:
         @functools.cache  # many items of one response
         def outputs(id: str) -> list[tuple[Json, int]]:
             try:
-                text = self.store.get(owner, id).output
+                text = self.store.output(owner, id)
             except ResponseNotFound:
                 return []
             return [(item, len(json.dumps(item))) for item in parsed(text)]

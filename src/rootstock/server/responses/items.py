@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
-from rootstock.engine.conversation.media import medium_of
+from rootstock.engine.conversation.media import file_name_of, medium_of
 from rootstock.engine.conversation.openai import arguments_of
 from rootstock.engine.conversation.template import template_tool
 from rootstock.engine.conversation.types import (
@@ -37,7 +37,7 @@ from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 from rootstock.server.responses.compaction import KINDS as COMPACTIONS
 from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
 from rootstock.server.responses.compaction import shown as compaction_text
-from rootstock.server.responses.tools import Toolbox, shown_name
+from rootstock.server.responses.tools import Toolbox, kept_tool, shown_name
 from rootstock.server.wire import Json
 
 Unseal = Callable[[str], str | None]  # a sealed reasoning text, or None if this server cannot open it
@@ -68,7 +68,7 @@ def kind_of(item: Any, path: str) -> str:
     return kind
 
 
-# Fields of stored items. Those of other types are stored whole.
+# Fields of stored items that are kept as they are: the prompt shows all of them, or their size is bounded.
 _KEPT_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"role", "content"}),
     "agent_message": frozenset({"content"}),
@@ -76,48 +76,75 @@ _KEPT_FIELDS: Mapping[str, frozenset[str]] = {
     "function_call": frozenset({"call_id", "name", "namespace", "arguments"}),
     "custom_tool_call": frozenset({"call_id", "name", "namespace", "input"}),
     "local_shell_call": frozenset({"call_id", "action"}),
-    "tool_search_call": frozenset({"call_id", "arguments", "execution"}),
-    "tool_search_output": frozenset({"call_id", "tools", "execution"}),
-    "additional_tools": frozenset({"role", "tools"}),
+    "computer_call": frozenset({"call_id", "action", "actions"}),
+    "tool_search_call": frozenset({"call_id", "arguments"}),
+    "tool_search_output": frozenset({"call_id", "tools"}),
+    "additional_tools": frozenset({"tools"}),
     **dict.fromkeys(COMPACTIONS, frozenset({"encrypted_content"})),
     **dict.fromkeys(_CALL_OUTPUTS, frozenset({"call_id", "name", "namespace", "output"})),
 }
-_KEPT_LABELS = ("id", "status")  # of any item: they are listed, and never shown to the model
+# Of items and of parts of their contents: they are listed, and never shown to the model.
+_KEPT_LABELS = ("id", "status", "role", "execution")
+_KEPT_LABELS_OF_PARTS = ("type", "detail", "file_id", "file_url", "image_url")
 
 
-def kept_items(items: Sequence[Json]) -> list[Json]:
+def kept_items(items: Sequence[Json], unseal: Unseal) -> list[Json]:
     """Returns items, which were translated, with as much of them as is stored: that which the prompt shows.
 
     A prompt is bounded. All that it leaves out would be stored without a bound.
     """
-    kept = [_kept_item(item, kind_of(item, "input")) for item in items]
-    return [item for item in kept if item is not None]
+    placed = [(item, "input") for item in items]
+    shown = without_compacted(placed, [kind_of(item, "input") for item in items])
+    kinds = ((item, kind_of(item, "input")) for item, _ in shown)
+    return [_kept_item(item, kind, unseal) for item, kind in kinds if kind not in _SKIPPED]
 
 
-def _kept_item(item: Json, kind: str) -> Json | None:
-    if kind in _SKIPPED:
-        return None
-    fields = _KEPT_FIELDS.get(kind)
-    if fields is None:
-        return item
-    kept = {name: item[name] for name in item if name in fields}
+def _kept_item(item: Json, kind: str, unseal: Unseal) -> Json:
+    kept = {name: item[name] for name in item if name in _KEPT_FIELDS[kind]}
     kept |= {name: item[name] for name in _KEPT_LABELS if _is_label(item.get(name))}
+    match kind:
+        case "reasoning":
+            texts = _texts_of_reasoning(item)
+            kept.pop("content", None)
+            if any(texts):
+                kept["content"] = [{"type": "reasoning_text", "text": text} for text in texts]
+        case "local_shell_call":
+            kept["action"] = _shown_action(item["action"])
+            if _is_label(type := item["action"].get("type")):
+                kept["action"]["type"] = type
+        case "tool_search_output" | "additional_tools":
+            kept["tools"] = list(map(kept_tool, item["tools"]))
     for name in ("content", "output"):
-        if isinstance(kept.get(name), list):
-            kept[name] = [_kept_part(part) for part in kept[name]]
+        if kind != "reasoning" and isinstance(kept.get(name), Mapping | list):
+            parts = kept[name] if isinstance(kept[name], list) else [kept[name]]
+            kept[name] = list(map(_kept_part, parts))
+    if isinstance(sealed := kept.get("encrypted_content"), str) and ("content" in kept or not unseal(sealed)):
+        del kept["encrypted_content"]
+    if isinstance(text := kept.get("arguments"), str):
+        kept["arguments"] = _kept_arguments(text)
     return {"type": kind, **kept}
 
 
-def _kept_part(part: Any) -> Any:
-    """Returns a part of a content. Of parts that are no text, only labels are kept."""
-    if not isinstance(part, Mapping):
-        return part
-    text = _TEXT_PARTS.get(str(part.get("type")), "text")
-    return {
-        name: value
-        for name, value in part.items()
-        if name in (text, BREAKPOINT) or _is_label(value) or isinstance(value, bool | int | float)
-    }
+def _kept_part(part: Json) -> Json:
+    """Returns a part of a content: its text, and of a medium all that its line is made of."""
+    text = _TEXT_PARTS.get(part["type"])
+    kept = {name: part[name] for name in _KEPT_LABELS_OF_PARTS if _is_label(part.get(name))}
+    if text is not None:
+        kept[text] = part[text]
+    elif (name := file_name_of(part)) is not None:
+        kept["filename"] = name
+    if (mark := part.get(BREAKPOINT)) is not None:
+        kept[BREAKPOINT] = {name: mark[name] for name in ("mode", "ttl") if mark.get(name) is not None}
+    return kept
+
+
+def _kept_arguments(text: str) -> str:
+    """Returns the arguments of a call, without much white space and values that later ones replace."""
+    read = arguments_of(text, "arguments")
+    if isinstance(read, str):
+        return text
+    short = json.dumps(read, ensure_ascii=False, separators=(",", ":"))
+    return text if len(text) <= 2 * len(short) + MAX_LABEL_CHARS else short
 
 
 def _is_label(value: Any) -> bool:
@@ -195,8 +222,7 @@ class _Translator:
                 action = item.get("action")
                 if not isinstance(action, Mapping):
                     raise InvalidParameter(f"{path}.action", action, "an object")
-                arguments = {key: value for key, value in action.items() if key != "type" and value}
-                self._add_call(item, "local_shell", arguments, path)
+                self._add_call(item, "local_shell", _shown_action(action), path)
             case "computer_call":
                 # Of another server: the tool is refused here, and the history has its calls.
                 action = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
@@ -275,19 +301,9 @@ class _Translator:
 
         A summary is not shown: the model did not write it.
         """
-        content = item.get("content")
-        if content is not None:
-            if not isinstance(content, list):
-                raise InvalidParameter(f"{path}.content", content, "a list of parts, or null")
-            refuse_more_than(MAX_CONTENT_PARTS, content, f"{path}.content")
-            texts = []
-            for i, part in enumerate(content):
-                text = part.get("text") if isinstance(part, Mapping) else None
-                if not isinstance(text, str):
-                    raise InvalidParameter(f"{path}.content[{i}]", part, "a part of type 'reasoning_text'")
-                texts.append(text)
-            if any(texts):
-                return "".join(texts)
+        texts = _texts_of_reasoning(item, path)
+        if any(texts):
+            return "".join(texts)
         sealed = item.get("encrypted_content")
         refuse_other_text(sealed, f"{path}.encrypted_content", None)
         return (self._unseal(sealed) if sealed else None) or ""
@@ -326,6 +342,27 @@ class _Translator:
         refuse_more_than(MAX_CONTENT_PARTS, content, path)
         texts = [_text_of(part, f"{path}[{i}]") for i, part in enumerate(content)]
         return texts or [Text("")]
+
+
+def _texts_of_reasoning(item: Json, path: str = "input") -> list[str]:
+    content = item.get("content")
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise InvalidParameter(f"{path}.content", content, "a list of parts, or null")
+    refuse_more_than(MAX_CONTENT_PARTS, content, f"{path}.content")
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise InvalidParameter(f"{path}.content[{i}]", part, "a part of type 'reasoning_text'")
+        texts.append(text)
+    return texts
+
+
+def _shown_action(action: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the action of a local shell's call as the arguments that the model reads."""
+    return {key: value for key, value in action.items() if key != "type" and value}
 
 
 def _text_of(part: Any, path: str) -> Text:

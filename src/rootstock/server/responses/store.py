@@ -2,9 +2,9 @@
 
 A response has a pointer to the one before it, so that a conversation of n responses takes n entries. All responses
 that begin with one are a chain. Eviction removes whole chains: a chain without its beginning cannot be continued.
-Nothing is compressed: a limit counts the bytes that a read returns.
+Nothing is compressed, and a read takes no text that it does not need: a limit counts the bytes that are read.
 
-The database is a list of rows, and the index of ids is in this process alone. The checksum of a row binds its content
+The database is a list of rows, and the index of ids is in this process alone. The checksums of a row bind its texts
 to its id and tenant: a damaged file never gives the content of another response. A file in which damage is found is
 renamed, and an empty one takes its place.
 """
@@ -12,7 +12,6 @@ renamed, and an empty one takes its place.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -21,7 +20,7 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,9 +51,10 @@ _ENTRY_BYTES = 512  # of a row besides its texts
 _KEY = "sealing key"
 _KEY_BYTES = 32
 _CHECKSUM_BYTES = 16
+_DIGITS = 8  # of the length of a row's fields
 _SCHEMA = (
     "CREATE TABLE keys (name TEXT PRIMARY KEY, value BLOB NOT NULL, checksum BLOB NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE responses (number INTEGER PRIMARY KEY, record BLOB NOT NULL)",
+    "CREATE TABLE responses (number INTEGER PRIMARY KEY, content BLOB NOT NULL)",
 )
 _PAGE_BYTES = 4_096
 # The least bytes of a long row that SQLite keeps in a page of its tree; the rest is in pages of its own.
@@ -94,14 +94,21 @@ class StoredResponse:
     output: bytes
 
 
+_TEXTS = (
+    "output",
+    "input",
+    "head",
+)  # in their order in a row: no read has to pass a text that it does not need
+
+
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The content of a row."""
+    """A row without its texts."""
 
     id: str
     tenant: str
     parent: str | None
-    response: StoredResponse
+    bytes_of: Mapping[str, int]  # of each text
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +241,16 @@ class ResponseStore:
 
     def get(self, tenant: str, id: str) -> StoredResponse:
         """Returns a response. Raises ResponseNotFound."""
-        return self._on_worker(lambda: self._read(id, self._entry(tenant, id)))
+
+        def read() -> StoredResponse:
+            output, input, head = self._read(id, self._entry(tenant, id), "output", "input", "head")
+            return StoredResponse(head, input, output)
+
+        return self._on_worker(read)
+
+    def output(self, tenant: str, id: str) -> bytes:
+        """Returns the output of a response. Raises ResponseNotFound."""
+        return self._on_worker(lambda: self._read(id, self._entry(tenant, id), "output")[0])
 
     def delete(self, tenant: str, id: str) -> None:
         """Deletes a response, and all traces of it in the file. Raises ResponseNotFound."""
@@ -314,12 +330,12 @@ class ResponseStore:
         """Writes a response, and removes others that have to make room. Returns their number."""
         if response.id in self._entries:
             raise ValueError("another response has this id")
-        texts = [
-            text.encode(errors="surrogatepass") for text in (response.head, response.input, response.output)
-        ]
-        record = _Record(response.id, tenant, response.parent, StoredResponse(*texts))
+        texts = [getattr(response, name).encode(errors="surrogatepass") for name in _TEXTS]
+        record = _Record(
+            response.id, tenant, response.parent, dict(zip(_TEXTS, map(len, texts), strict=True))
+        )
         number = self._last_number + 1
-        row = _packed(number, record)
+        row = _packed(number, record, texts)
         self._add(response.id, self._new_entry(number, record, len(row)))
         evicted = self._chosen_for_eviction()
         try:
@@ -335,7 +351,7 @@ class ResponseStore:
         return len(evicted)
 
     def _new_entry(self, number: int, record: _Record, row_bytes: int) -> _Entry:
-        own = len(record.response.input) + len(record.response.output)
+        own = record.bytes_of["input"] + record.bytes_of["output"]
         before = None if record.parent is None else self._entries.get(record.parent)
         if before is not None and before.tenant != record.tenant:
             before = None
@@ -351,7 +367,7 @@ class ResponseStore:
             depth,
             history_bytes,
             row_bytes + _ENTRY_BYTES,
-            len(record.response.output),
+            record.bytes_of["output"],
         )
 
     def _entry(self, tenant: str, id: str) -> _Entry:
@@ -373,12 +389,13 @@ class ResponseStore:
             raise HistoryTooLong(id, f"more than {most:,} bytes (--max-body)")
         return entry
 
-    def _read(self, id: str, entry: _Entry) -> StoredResponse:
-        row = self._db.execute("SELECT record FROM responses WHERE number = ?", (entry.number,)).fetchone()
-        record = _unpacked(entry.number, None if row is None else row[0])
+    def _read(self, id: str, entry: _Entry, *names: str) -> list[bytes]:
+        """Returns texts of a response, in the order of `_TEXTS`, without reading the others."""
+        with self._db.blobopen("responses", "content", entry.number, readonly=True) as row:
+            record, texts = _unpacked(entry.number, row, names)
         if (record.id, record.tenant, record.parent) != (id, entry.tenant, entry.parent):
             raise _Damage(f"response {entry.number} is another one")
-        return record.response
+        return texts
 
     def _history(self, tenant: str, id: str, most: int) -> bytes:
         newest = self._end_of_history(tenant, id, most)
@@ -392,8 +409,8 @@ class ResponseStore:
             at = entry.parent
         lists: list[bytes] = []
         for each in reversed(path):
-            stored = self._read(*each)
-            lists += (stored.input, stored.output)
+            output, input = self._read(*each, "output", "input")
+            lists += (input, output)
         self._tenants[tenant].chains.move_to_end(newest.chain)
         return b"[%s]" % b",".join(lists)
 
@@ -466,8 +483,10 @@ class ResponseStore:
     # ---- the database
 
     def _read_rows(self) -> None:
-        for number, row in self._db.execute("SELECT number, record FROM responses ORDER BY number"):
-            record = _unpacked(number, row)
+        for number, row in self._db.execute("SELECT number, content FROM responses ORDER BY number"):
+            if not isinstance(row, bytes):
+                raise _Damage(f"the content of response {number} has changed")
+            record, _ = _unpacked(number, row, _TEXTS)
             if record.id in self._entries:
                 raise _Damage(f"response {number} is there twice")
             self._add(record.id, self._new_entry(number, record, len(row)))
@@ -534,17 +553,18 @@ def _checksum(number: int, content: bytes) -> bytes:
     ).digest()
 
 
-def _packed(number: int, record: _Record) -> bytes:
+def _packed(number: int, record: _Record, texts: Sequence[bytes]) -> bytes:
     """Returns the row of a record. It is longer than the record, so that no text is in a page of SQLite's tree.
 
     SQLite moves rows between the pages of its tree and leaves copies behind, which `secure_delete` does not find. The
     other pages of a row are never copied, and overwritten when the row is deleted. A row has zeros in the place of
     what is in the tree, and such a length that this is as little as possible.
     """
-    texts = (record.response.head, record.response.input, record.response.output)
-    fields = json.dumps([record.id, record.tenant, record.parent, *map(len, texts)]).encode()
-    content = b"".join([b"%d " % len(fields), fields, *texts])
-    packed = b"".join([bytes(_LEAST_IN_TREE), b"%d " % len(content), _checksum(number, content), content])
+    checksums = [_checksum(number, text).hex() for text in texts]
+    lengths = [record.bytes_of[name] for name in _TEXTS]
+    fields = json.dumps([record.id, record.tenant, record.parent, lengths, checksums]).encode()
+    top = b"%d" % len(fields)
+    packed = b"".join([bytes(_LEAST_IN_TREE), top.rjust(_DIGITS), _checksum(number, fields), fields, *texts])
     elsewhere = _PAGE_BYTES - 4  # of a row in each page outside of the tree
     pages = max(1, math.ceil((len(packed) - _LEAST_IN_TREE) / elsewhere))
     length = _LEAST_IN_TREE + pages * elsewhere - _row_header_bytes(_LEAST_IN_TREE + pages * elsewhere)
@@ -558,21 +578,33 @@ def _row_header_bytes(row_bytes: int) -> int:
     return 2 + math.ceil((2 * row_bytes + 12).bit_length() / 7)
 
 
-def _unpacked(number: int, row: object) -> _Record:
-    """Returns the record of a row. Raises sqlite3.Error for one that has changed."""
+def _unpacked(number: int, row: bytes | sqlite3.Blob, names: Collection[str]) -> tuple[_Record, list[bytes]]:
+    """Returns the record of a row and its texts of these names, in their order in it.
+
+    Raises sqlite3.Error for a row that has changed.
+    """
+
+    def taken(at: int, length: int) -> bytes:
+        found = row[at : at + length]
+        assert isinstance(found, bytes)
+        return found
+
     try:
-        assert isinstance(row, bytes)
-        length, _, rest = row[_LEAST_IN_TREE:].partition(b" ")
-        content = rest[_CHECKSUM_BYTES : _CHECKSUM_BYTES + int(length)]
-        assert _checksum(number, content) == rest[:_CHECKSUM_BYTES]
-        assert not any(row[:_LEAST_IN_TREE])
+        assert not any(taken(0, _LEAST_IN_TREE))
+        at = _LEAST_IN_TREE + _DIGITS + _CHECKSUM_BYTES
+        fields = taken(at, int(taken(_LEAST_IN_TREE, _DIGITS)))
+        assert _checksum(number, fields) == taken(_LEAST_IN_TREE + _DIGITS, _CHECKSUM_BYTES)
+        # As they were written: the checksum is right.
+        id, tenant, parent, lengths, checksums = json.loads(fields)
+        at, texts = at + len(fields), []
+        for name, length, checksum in zip(_TEXTS, lengths, checksums, strict=True):
+            if name in names:
+                texts.append(taken(at, length))
+                assert _checksum(number, texts[-1]).hex() == checksum
+            at += length
     except (AssertionError, ValueError) as error:
         raise _Damage(f"the content of response {number} has changed") from error
-    # As it was written: the checksum is right.
-    fields_bytes, _, rest = content.partition(b" ")
-    id, tenant, parent, *lengths = json.loads(rest[: int(fields_bytes)])
-    ends = list(itertools.accumulate([int(fields_bytes), *lengths]))
-    return _Record(id, tenant, parent, StoredResponse(*(rest[a:b] for a, b in itertools.pairwise(ends))))
+    return _Record(id, tenant, parent, dict(zip(_TEXTS, lengths, strict=True))), texts
 
 
 def _is_damage(error: Exception) -> bool:

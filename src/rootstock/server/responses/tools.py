@@ -43,6 +43,12 @@ _REMEDIES = {
     "mcp": "The server connects to no MCP server. Connect to it yourself, and send its tools as functions.",
 }
 _ON_OPENAIS_SERVERS = "This server runs no tools itself. Send a function."
+_KEPT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "function": ("name", "description", "parameters"),
+    "custom": ("name", "description"),
+    "namespace": ("name", "description"),
+    "tool_search": ("execution", "description", "parameters"),
+}
 _LOCAL_SHELL = Tool(
     "local_shell",
     "Runs a command on the user's machine.",
@@ -166,6 +172,23 @@ def echoed_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+def kept_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool of the input, which was read, as it is stored: with all that the prompt shows of it."""
+    kept = {"type": tool["type"]}
+    if tool["type"] != "tool_search" or _is_search_by_client(tool):
+        names = _KEPT_FIELDS.get(tool["type"], ())
+        kept |= {name: tool[name] for name in names if tool.get(name) is not None}
+    if tool["type"] in ("function", "custom"):
+        kept |= {name: True for name in ("strict", "defer_loading") if tool.get(name)}
+    match tool:
+        case {"type": "namespace", "tools": tools}:
+            kept["tools"] = list(map(kept_tool, tools))
+        case {"type": "custom", "format": {"type": "grammar"} as format}:
+            grammar = format.get("grammar", format)
+            kept["format"] = {"type": "grammar", **{name: grammar[name] for name in ("syntax", "definition")}}
+    return kept
 
 
 def shown_name(name: str, namespace: str | None) -> str:
