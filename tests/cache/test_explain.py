@@ -156,7 +156,10 @@ def test_an_evicted_checkpoint_is_told_apart_from_one_that_was_never_left() -> N
     told = cache.explain(ints(range(36), 99), NAMESPACE)
     assert (told.cap, told.evicted_checkpoint) == ("no_checkpoint", 30)
     assert told.message.endswith("because the checkpoint at 30 has been evicted since.")
-    assert cache.explain(ints(range(40)), NAMESPACE).evicted_checkpoint == 39
+    whole = cache.explain(ints(range(40)), NAMESPACE)
+    assert whole.evicted_checkpoint == 39
+    for each in (whole, whole.of_the_prompt()):
+        assert each.message.startswith(f"KV to 39, state only to {whole.matched_tokens}: "), "as one computes"
     assert cache.explain(ints(range(25), 99), NAMESPACE).evicted_checkpoint in (None, 10)
     own = told.of_the_prompt()
     assert own.evicted_checkpoint is None

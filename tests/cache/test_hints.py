@@ -489,3 +489,24 @@ def test_tenants_whose_every_request_has_hints_do_not_starve_one_without(
             run(cache, prompt(1), namespace=OTHER)
             assert hit(cache, prompt(1), namespace=OTHER) == 15, number
     cache.check()
+
+
+@pytest.mark.behaviour(26)
+@pytest.mark.parametrize("kind", ["mark", "user", "tool"])
+@pytest.mark.parametrize("families", [(FULL, STATE), (FULL, window(8))], ids=["state", "window"])
+def test_a_conversation_that_goes_on_retains_no_spent_checkpoints(
+    families: tuple[Family, ...], kind: str
+) -> None:
+    """Retained ones go after all others, and their bytes take the place of newer ones in the tenant's share."""
+    cache = make(Clock(), 400, *families)
+    history = list(range(40))
+    for number in range(5):
+        boundaries = {20: "system", 40: "user"} | ({len(history): kind} if number else {})
+        answer = range(100 * number + 100, 100 * number + 108)
+        run(cache, ints(history), ints(answer), boundaries=boundaries, hints=kept(3000.0))
+        history = [*history, *answer, *range(100 * number + 120, 100 * number + 132)]
+    told = {at: (each.is_spent, each.is_retained) for at, each in checkpoints(cache).items()}
+    assert {at for at, (is_spent, _) in told.items() if is_spent} >= {48, 68, 88, 108}
+    assert {retained for _, retained in told.values()} == {True, False}
+    assert not [at for at, each in told.items() if all(each)]
+    cache.check()

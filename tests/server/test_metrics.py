@@ -56,6 +56,28 @@ def test_requests_refused_for_a_tool_are_counted_by_the_error(
         assert served.client.get("/metrics").text.count("rootstock_refused_tools_total{") == 1
 
 
+def test_blocks_hints_and_pins_are_counted_as_in_the_statistics(serve: Any) -> None:
+    prompt = "A prefix that several requests share. " * 7  # ends inside a block
+    with serve() as served:
+        for end in ("a", "b"):
+            served.complete(
+                prompt + end * 40, max_tokens=1, nvext={"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+            )
+        assert served.client.post("/v1/cache/pin", json={"prompt": prompt}).status_code == 200
+        cache = served.client.get("/v1/cache/stats").json()["cache"]
+        assert all(cache[name] > 0 for name in ("inside_block_tokens", "copied_blocks", "accepted_hints"))
+        assert served.metric("rootstock_hit_tokens_inside_blocks_total") == cache["inside_block_tokens"]
+        for event in ("copied", "duplicate", "evicted"):
+            assert served.metric("rootstock_block_events_total", event=event) == cache[f"{event}_blocks"]
+        for verdict in ("accepted", "clipped", "refused"):
+            assert served.metric("rootstock_hints_total", verdict=verdict) == cache[f"{verdict}_hints"]
+        for reason in ("expired", "displaced"):
+            assert served.metric("rootstock_lost_grants_total", reason=reason) == cache[f"{reason}_grants"]
+        assert served.metric("rootstock_cache_bytes", of="retained") == cache["retained_bytes"] > 0
+        assert served.metric("rootstock_cache_bytes", of="pinned") == cache["pinned_bytes"] > 0
+        assert served.metric("rootstock_pins") == cache["pins"] == 1
+
+
 def test_stored_responses_are_counted_with_their_bytes_and_events(serve: Any) -> None:
     random = Random(0)
     with serve(server=ServerConfig(responses_budget_bytes=MIB)) as served:

@@ -88,7 +88,8 @@ class Explanation:
             cap = "not_cached" if self.found_tokens else "nothing_cached"
             message = _NOTHING_CACHED
         if cap == "no_checkpoint":
-            message = _no_checkpoint(self.found_tokens, self.matched_tokens, self.capped_by, _NONE_THERE)
+            found = min(self.found_tokens, self.prompt_tokens - 1)  # the last token is always computed
+            message = _no_checkpoint(found, self.matched_tokens, self.capped_by, _NONE_THERE)
         if cap == "not_cached":
             message = (
                 f"{self.matched_tokens:,} of {self.prompt_tokens:,} tokens are cached; nothing cached has token "

@@ -226,6 +226,11 @@ class Retainer:
         self._tree.grant(entry, grant)
         return 0
 
+    def take_back(self, entry: Node | Checkpoint, tenant: str) -> None:
+        """Takes away the grant of an entry that its tenant no longer needs to retain."""
+        if entry.grant is not None and entry.grant.is_charged and entry.grant.tenant == tenant:
+            self._tree.ungrant(entry)
+
     def split_affordable(self, node: Node, missing_bytes: int) -> Node | None:
         """Splits off the part of a node that the share still pays for, in whole blocks; None: there is none."""
         if not self._tree.token_bytes:
@@ -361,6 +366,9 @@ class _Application:
         return True
 
     def _grant(self, part: Node, claims: Sequence[Claim]) -> bool:
+        spent = [at for at in part.checkpoints.values() if at.is_spent]
+        for each in spent:  # of earlier requests: this one retains those that the conversation goes on from
+            self._retainer.take_back(each, claims[0].tenant)
         missing = self._retainer.grant(part, claims, self._kept, self._now)
         if missing:
             affordable = self._retainer.split_affordable(part, missing)
@@ -368,6 +376,6 @@ class _Application:
                 self._kept.add(affordable)
                 self._retainer.grant(affordable, claims, self._kept, self._now)
             return False
-        checkpoints = [at for at in part.checkpoints.values() if not at.is_spent]
+        checkpoints = [at for at in part.checkpoints.values() if at not in spent]
         missed = [self._retainer.grant(each, claims, self._kept, self._now) for each in reversed(checkpoints)]
         return not any(missed)
