@@ -105,7 +105,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         chat_template: str | None = None,
         parse_special_tokens: bool = False,
@@ -121,6 +121,7 @@ class LLM:
         stage and its completed share. For the other options see `Options`.
         """
         wait_briefly()
+        model = str(model) if isinstance(model, Path) else model
         config = configuration(model, options)
         if sampling_defaults not in SAMPLING_DEFAULTS:
             raise InvalidOption("sampling_defaults", sampling_defaults, " | ".join(SAMPLING_DEFAULTS))
