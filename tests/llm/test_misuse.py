@@ -48,6 +48,30 @@ def test_an_answer_without_max_tokens_ends_with_a_warning(oracle: Callable[..., 
     assert answer.completion_tokens == DEFAULT_MAX_TOKENS < llm.context_limit
 
 
+async def _streamed(llm: LLM, params: SamplingParams) -> list[str | None]:
+    return [delta.finish_reason async for delta in llm.achat_stream(HELLO, params)]
+
+
+STREAMS: dict[str, Callable[[LLM, SamplingParams], list[str | None]]] = {
+    "stream": lambda llm, params: [delta.finish_reason for delta in llm.chat_stream(HELLO, params)],
+    "astream": lambda llm, params: asyncio.run(_streamed(llm, params)),
+}
+
+
+@pytest.mark.parametrize("call", STREAMS)
+def test_a_stream_without_max_tokens_ends_with_a_warning(oracle: Callable[..., Oracle], call: str) -> None:
+    llm = oracle().llm
+    with pytest.warns(UserWarning, match="SamplingParams has no max_tokens") as told:
+        reasons = STREAMS[call](llm, SamplingParams(temperature=0, ignore_eos=True))
+    assert reasons[-1] == "length"
+    assert [Path(each.filename).name for each in told] == [Path(__file__).name] or call == "astream"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            STREAMS[call](llm, SamplingParams(temperature=0, ignore_eos=True, max_tokens=3))[-1] == "length"
+        )
+
+
 def test_an_answer_with_max_tokens_is_cut_without_a_warning(oracle: Callable[..., Oracle]) -> None:
     llm = oracle().llm
     with warnings.catch_warnings():
