@@ -134,8 +134,8 @@ def test_wrong_fields_of_a_namespace(field: str) -> None:
 
 
 def test_sizes_of_numpy_are_sizes() -> None:
-    families = [FullAttention(np.int64(1), np.int32(2)), RecurrentState(np.int64(1), np.int64(8))]
-    cache = KVCache(families, np.int64(4096), np.int32(4))  # type: ignore[arg-type]
+    one, two, eight, size, block = np.array([1, 2, 8, 4096, 4])
+    cache = KVCache([FullAttention(one, two), RecurrentState(one, eight)], size, block)
     assert cache.rows == KVCache([FullAttention(1, 2), RecurrentState(1, 8)], 4096, 4).rows
 
 
@@ -185,6 +185,7 @@ def test_nothing_cannot_be_forgotten() -> None:
 def test_wrong_arguments_of_an_admission(kind: str) -> None:
     cache = make(kind)
     match = cache.match(ints(range(9)), NAMESPACE)
+    wrong: Any
     for wrong in (None, ints(1, 2), "match", 5):
         refused(cache, lambda wrong=wrong: cache.admit(wrong), "is no Match")  # type: ignore[misc]
     refused(cache, lambda: cache.admit(cache.match(ints(), NAMESPACE)), "no tokens")
@@ -194,8 +195,8 @@ def test_wrong_arguments_of_an_admission(kind: str) -> None:
         wrong = Boundary(position, CheckpointKind.SYSTEM)  # type: ignore[arg-type]
         refused(cache, lambda wrong=wrong: cache.admit(match, boundaries=[wrong]), "ound")  # type: ignore[misc]
     refused(cache, lambda: cache.admit(match, boundaries=[5]), "is no Boundary")  # type: ignore[list-item]
-    kind = Boundary(5, "elsewhere")  # type: ignore[arg-type]
-    refused(cache, lambda: cache.admit(match, boundaries=[kind]), "must be a CheckpointKind")
+    unknown = Boundary(5, "elsewhere")  # type: ignore[arg-type]
+    refused(cache, lambda: cache.admit(match, boundaries=[unknown]), "must be a CheckpointKind")
     for wrong in (None, 5, ints(), ints(1, 2), Boundary(5, CheckpointKind.USER)):
         refused(cache, lambda wrong=wrong: cache.admit(match, boundaries=wrong), "must be a list")  # type: ignore[misc]
     for wrong in (5, "hints", [], ints(1)):
