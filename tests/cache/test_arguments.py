@@ -133,6 +133,12 @@ def test_wrong_fields_of_a_namespace(field: str) -> None:
             Namespace(**({"weights": "w", "kv_dtype": "d"} | {field: value}))  # type: ignore[arg-type]
 
 
+def test_sizes_of_numpy_are_sizes() -> None:
+    one, two, eight, size, block = np.array([1, 2, 8, 4096, 4])
+    cache = KVCache([FullAttention(one, two), RecurrentState(one, eight)], size, block)
+    assert cache.rows == KVCache([FullAttention(1, 2), RecurrentState(1, 8)], 4096, 4).rows
+
+
 # ---- tokens and namespaces
 
 
@@ -157,6 +163,21 @@ def test_a_wrong_namespace(wrong: Any) -> None:
         refused(cache, lambda: cache.clear(wrong), "must be a Namespace")
 
 
+@pytest.mark.parametrize("wrong", [*NO_COUNTS, "", [], ints(), ints(1, 2)], ids=repr)
+def test_wrong_counts_of_public_tokens(wrong: Any) -> None:
+    cache = make()
+    for call in (cache.match, cache.explain, cache.pin):
+        refused(cache, lambda call=call: call(ints(1, 2), NAMESPACE, public_tokens=wrong), "public_tokens")  # type: ignore[misc]
+    refused(cache, lambda: cache.forget(ints(1, 2), NAMESPACE, 0, public_tokens=wrong), "public_tokens")
+
+
+def test_nothing_cannot_be_forgotten() -> None:
+    cache = make()
+    lease, _ = admit(cache, ints(range(9)))
+    prefill(cache, lease)
+    refused(cache, lambda: cache.forget(ints(), NAMESPACE, 0), "at least 1")
+
+
 # ---- admissions
 
 
@@ -164,6 +185,7 @@ def test_a_wrong_namespace(wrong: Any) -> None:
 def test_wrong_arguments_of_an_admission(kind: str) -> None:
     cache = make(kind)
     match = cache.match(ints(range(9)), NAMESPACE)
+    wrong: Any
     for wrong in (None, ints(1, 2), "match", 5):
         refused(cache, lambda wrong=wrong: cache.admit(wrong), "is no Match")  # type: ignore[misc]
     refused(cache, lambda: cache.admit(cache.match(ints(), NAMESPACE)), "no tokens")
@@ -173,6 +195,13 @@ def test_wrong_arguments_of_an_admission(kind: str) -> None:
         wrong = Boundary(position, CheckpointKind.SYSTEM)  # type: ignore[arg-type]
         refused(cache, lambda wrong=wrong: cache.admit(match, boundaries=[wrong]), "ound")  # type: ignore[misc]
     refused(cache, lambda: cache.admit(match, boundaries=[5]), "is no Boundary")  # type: ignore[list-item]
+    unknown = Boundary(5, "elsewhere")  # type: ignore[arg-type]
+    refused(cache, lambda: cache.admit(match, boundaries=[unknown]), "must be a CheckpointKind")
+    for wrong in (None, 5, ints(), ints(1, 2), Boundary(5, CheckpointKind.USER)):
+        refused(cache, lambda wrong=wrong: cache.admit(match, boundaries=wrong), "must be a list")  # type: ignore[misc]
+    for wrong in (5, "hints", [], ints(1)):
+        refused(cache, lambda wrong=wrong: cache.admit(match, hints=wrong), "is no CacheHints")  # type: ignore[misc]
+        refused(cache, lambda wrong=wrong: cache.admit(match, tier_hit=wrong), "is no TierHit")  # type: ignore[misc]
     for wrong in (-1, 1.5, "1"):
         refused(cache, lambda wrong=wrong: cache.match(ints(1), NAMESPACE, wrong), "at_most")  # type: ignore[misc]
 
@@ -262,6 +291,24 @@ def test_wrong_counts_of_a_lease(kind: str) -> None:
     for reason in ("finished!", "finished", None, 5, True):
         refused(cache, lambda reason=reason: cache.release(lease, reason), "ReleaseReason")  # type: ignore[misc]
     cache.release(lease, ReleaseReason.UNUSED)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("position", [*NO_COUNTS, 3, 10, 99])
+def test_a_load_ends_behind_the_computed_tokens_and_within_the_prompt(kind: str, position: Any) -> None:
+    cache = make(kind)
+    lease, _ = admit(cache, ints(range(9)))
+    cache.extend(lease, 4)
+    cache.commit(lease, ints(range(4)))
+    refused(cache, lambda: cache.loaded(lease, position), "from 4 to 9")
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_lease_is_detached_once(kind: str) -> None:
+    cache = make(kind)
+    lease, _ = admit(cache, ints(range(9)))
+    cache.detach(lease)
+    refused(cache, lambda: cache.detach(lease), "out of the tree")
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rootstock
@@ -45,6 +46,30 @@ def test_an_answer_without_max_tokens_ends_with_a_warning(oracle: Callable[..., 
         [answer] = CALLS[call](llm, params)
     assert answer.finish_reason == "length"
     assert answer.completion_tokens == DEFAULT_MAX_TOKENS < llm.context_limit
+
+
+async def _streamed(llm: LLM, params: SamplingParams) -> list[str | None]:
+    return [delta.finish_reason async for delta in llm.achat_stream(HELLO, params)]
+
+
+STREAMS: dict[str, Callable[[LLM, SamplingParams], list[str | None]]] = {
+    "stream": lambda llm, params: [delta.finish_reason for delta in llm.chat_stream(HELLO, params)],
+    "astream": lambda llm, params: asyncio.run(_streamed(llm, params)),
+}
+
+
+@pytest.mark.parametrize("call", STREAMS)
+def test_a_stream_without_max_tokens_ends_with_a_warning(oracle: Callable[..., Oracle], call: str) -> None:
+    llm = oracle().llm
+    with pytest.warns(UserWarning, match="SamplingParams has no max_tokens") as told:
+        reasons = STREAMS[call](llm, SamplingParams(temperature=0, ignore_eos=True))
+    assert reasons[-1] == "length"
+    assert [Path(each.filename).name for each in told] == [Path(__file__).name] or call == "astream"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            STREAMS[call](llm, SamplingParams(temperature=0, ignore_eos=True, max_tokens=3))[-1] == "length"
+        )
 
 
 def test_an_answer_with_max_tokens_is_cut_without_a_warning(oracle: Callable[..., Oracle]) -> None:
@@ -161,6 +186,9 @@ def test_other_text_stays_as_it_is() -> None:
         ({"max_batch": 0}, "max_batch is 0"),
         ({"draft_tokens": -5}, "draft_tokens is -5"),
         ({"verify_hits": 5}, "verify_hits is 5"),
+        ({"disk_dir": 5}, "disk_dir is 5, but must be text or a Path or None"),
+        ({"adapters": ["a"]}, "adapters is ['a'], but must be a mapping"),
+        ({"adapters": {"a": 1}}, "adapters is {'a': 1}, but must be a mapping"),
     ],
 )
 def test_wrong_options_are_named_as_they_were_given(given: dict[str, Any], named: str) -> None:
@@ -170,11 +198,40 @@ def test_wrong_options_are_named_as_they_were_given(given: dict[str, Any], named
     assert "--" not in refused.value.message
 
 
+WRONG: tuple[Any, ...] = (b"1", [], {}, object(), float("nan"), float("inf"), 1.5, True, "x", None)
+
+
+@pytest.mark.parametrize("name", Options.__annotations__)
+def test_options_of_a_wrong_type_are_named(name: str) -> None:
+    refused = []
+    for value in WRONG:
+        try:
+            configuration("m", {name: value})
+        except InvalidOption as error:
+            refused.append(error.message)
+    assert len(refused) >= 6, "at most text, a flag, a number and None are an option's value"
+    assert all(message.startswith(f"{name} is ") for message in refused)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"m", ["m"]])
+def test_a_model_of_a_wrong_type_is_named(model: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"^model is "):
+        LLM(model)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    made = configuration(
+        "m", {"max_batch": np.int64(3), "retained_share": np.float32(0.5), "itl_target_s": 1}
+    )
+    assert type(made.engine.max_batch) is int
+    assert made.cache.retained_share == 0.5
+
+
 def test_errors_of_a_load_and_of_a_call_name_parameters(
     small_model: Path, tmp_path: Path, oracle: Callable[..., Oracle]
 ) -> None:
     with pytest.raises(BudgetTooSmall, match=r"^budget_bytes is .* Raise budget_bytes or lower block_size"):
-        LLM(str(small_model), budget_bytes=100)
+        LLM(small_model, budget_bytes=100)
     with pytest.raises(InvalidOption, match=r"^context_limit is "):
         LLM(str(small_model), context_limit=10**9)
     with pytest.raises(PromptTooLong, match="serve with a larger budget_bytes or context_limit"):

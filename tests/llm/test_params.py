@@ -96,7 +96,8 @@ def test_options_become_the_configuration() -> None:
         ({"budget_bytes": "much"}, "budget_bytes is 'much'"),
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"max_batch": 1, "max_num_seqs": 2}, "left out where max_batch is given"),
-        ({"max_modle_len": 5}, "Did you mean max_model_len"),
+        ({"max_modle_len": 5}, "did you mean max_model_len"),
+        ({"kv_budget": "1GiB"}, "did you mean budget_bytes"),
     ],
 )
 def test_a_wrong_option_is_refused_as_the_caller_spelled_it(options: dict[str, Any], told: str) -> None:

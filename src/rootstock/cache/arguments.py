@@ -65,6 +65,14 @@ def require_option(name: str, value: Any, least: int) -> None:
         raise InvalidOption(name, value, f"an integer, {least} or more")
 
 
+def require_fields(of: object, *names: str) -> None:
+    """Raises InvalidOption unless these fields are positive integers. Makes Python's integers of NumPy's."""
+    for name in names:
+        value = getattr(of, name)
+        require_option(name, value, 1)
+        object.__setattr__(of, name, int(value))  # it is frozen
+
+
 def require_share(name: str, value: Any) -> None:
     """Raises InvalidOption unless an option is a part of a whole."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:

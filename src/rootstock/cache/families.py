@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rootstock.cache.arguments import require_option
+from rootstock.cache.arguments import require_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class FullAttention:
     bytes_per_token: int  # of all its layers, in the pool's dtype
 
     def __post_init__(self) -> None:
-        require_option("layers", self.layers, 1)
-        require_option("bytes_per_token", self.bytes_per_token, 1)
+        require_fields(self, "layers", "bytes_per_token")
 
     @property
     def name(self) -> str:
@@ -45,9 +44,7 @@ class SlidingWindow:
     window: int
 
     def __post_init__(self) -> None:
-        require_option("layers", self.layers, 1)
-        require_option("bytes_per_token", self.bytes_per_token, 1)
-        require_option("window", self.window, 1)
+        require_fields(self, "layers", "bytes_per_token", "window")
 
     @property
     def name(self) -> str:
@@ -72,9 +69,7 @@ class ChunkedAttention:
     chunk: int
 
     def __post_init__(self) -> None:
-        require_option("layers", self.layers, 1)
-        require_option("bytes_per_token", self.bytes_per_token, 1)
-        require_option("chunk", self.chunk, 1)
+        require_fields(self, "layers", "bytes_per_token", "chunk")
 
     @property
     def name(self) -> str:
@@ -99,8 +94,7 @@ class RecurrentState:
     bytes_per_state: int  # of all its layers
 
     def __post_init__(self) -> None:
-        require_option("layers", self.layers, 1)
-        require_option("bytes_per_state", self.bytes_per_state, 1)
+        require_fields(self, "layers", "bytes_per_state")
 
     @property
     def name(self) -> str:

@@ -46,7 +46,14 @@ from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, 
 from rootstock.cache.plan import NOTHING, Plan, Store, together
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Boundary, HitProtection, Node, common_prefix, continuation
+from rootstock.cache.radix_node import (
+    Boundary,
+    CheckpointKind,
+    HitProtection,
+    Node,
+    common_prefix,
+    continuation,
+)
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
@@ -98,16 +105,16 @@ class KVCache:
         self._lazy_states = lazy_states
         self._retained_share = retained_share
         self._pinned_share = pinned_share
-        self.block_size = block_size
+        self.block_size = int(block_size)
         self.stored = stored if reuse else None
         self._through = through
         self.families = tuple(families)
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = int(budget_bytes)
         self.reuse = reuse
         self.counters = Counters()
         self._policy = MostValuableLast() if policy is None else policy
         self._clock = clock
-        self._fixed_rows = rows
+        self._fixed_rows = None if rows is None else [int(each) for each in rows]
         self.share = share
         self._retained_limits = RetainedLimits()
         self._lease_ids = itertools.count()
@@ -213,8 +220,7 @@ class KVCache:
         """
         require_tokens("match", tokens)
         require_namespace("match", namespace)
-        if public_tokens:
-            require_count("match", "public_tokens", public_tokens)
+        require_count("match", "public_tokens", public_tokens)
         if at_most is not None:
             require_count("match", "at_most", at_most)
         return self._match(tokens, Scope(namespace, public_tokens), at_most)
@@ -275,6 +281,7 @@ class KVCache:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
         require_tokens("explain", tokens)
         require_namespace("explain", namespace)
+        require_count("explain", "public_tokens", public_tokens)
         return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
@@ -327,6 +334,7 @@ class KVCache:
         Raises CacheMisuse.
         """
         self._require_match(match, watermark_blocks, boundaries)
+        self._require_additions(tier_hit, hints)
         if tier_hit is not None:
             if match.version != self.tree.version:
                 raise CacheMisuse(
@@ -365,14 +373,30 @@ class KVCache:
         if not len(match.tokens):
             raise CacheMisuse("admit", "the prompt has no tokens, but the logits of its last one are needed")
         require_count("admit", "watermark_blocks", watermark_blocks)
+        if not isinstance(boundaries, Sequence):
+            raise CacheMisuse(
+                "admit", f"the boundaries are {shown(boundaries)}, but must be a list of Boundary"
+            )
         for boundary in boundaries:
             if not isinstance(boundary, Boundary) or not is_count(boundary.position, 1):
                 raise CacheMisuse("admit", f"{shown(boundary)} is no Boundary with a position of 1 or more")
+            if not isinstance(boundary.kind, CheckpointKind):
+                raise CacheMisuse(
+                    "admit", f"a boundary's kind is {shown(boundary.kind)}, but must be a CheckpointKind"
+                )
             if boundary.position > len(match.tokens):
                 raise CacheMisuse(
                     "admit",
                     f"a boundary is at position {boundary.position}, but the prompt has {len(match.tokens)} tokens",
                 )
+
+    @staticmethod
+    def _require_additions(tier_hit: TierHit | None, hints: CacheHints | None) -> None:
+        """Raises CacheMisuse for a tier hit or hints of a wrong type."""
+        if tier_hit is not None and not isinstance(tier_hit, TierHit):
+            raise CacheMisuse("admit", f"{shown(tier_hit)} is no TierHit, which KVCache.tier_hit returns")
+        if hints is not None and not isinstance(hints, CacheHints):
+            raise CacheMisuse("admit", f"{shown(hints)} is no CacheHints")
 
     def _require_lease(self, call: str, lease: Lease) -> None:
         """Raises CacheMisuse unless this is a running lease of this cache."""
@@ -468,6 +492,12 @@ class KVCache:
         """Publishes loaded and verified rows up to `position`, from which the lease continues. Execute the plan at
         once."""
         self._require_lease("loaded", lease)
+        if not is_count(position, lease.num_computed_tokens) or position > lease.prompt_tokens:
+            raise CacheMisuse(
+                "loaded",
+                f"the position is {shown(position)}, but must be from {lease.num_computed_tokens} to "
+                f"{lease.prompt_tokens}",
+            )
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
@@ -481,6 +511,8 @@ class KVCache:
     def detach(self, lease: Lease) -> None:
         """Takes a lease whose load is under way out of the tree: no request waits for it before it is `loaded`."""
         self._require_lease("detach", lease)
+        if lease.node is None:
+            raise CacheMisuse("detach", f"{lease!r} is out of the tree already")
         self._retainer.retain(lease)
         self.tree.detach(lease)
 
@@ -674,6 +706,7 @@ class KVCache:
         """
         require_tokens("pin", tokens)
         require_namespace("pin", namespace)
+        require_count("pin", "public_tokens", public_tokens)
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
         # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
@@ -739,9 +772,10 @@ class KVCache:
     def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
         and in the tier below, as far as no running request uses them. Pins of them end."""
-        require_tokens("forget", tokens)
+        require_tokens("forget", tokens, 1)
         require_namespace("forget", namespace)
         require_count("forget", "first", first)
+        require_count("forget", "public_tokens", public_tokens)
         scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease

@@ -105,7 +105,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         chat_template: str | None = None,
         parse_special_tokens: bool = False,
@@ -121,6 +121,7 @@ class LLM:
         stage and its completed share. For the other options see `Options`.
         """
         wait_briefly()
+        model = str(model) if isinstance(model, Path) else model
         config = configuration(model, options)
         if sampling_defaults not in SAMPLING_DEFAULTS:
             raise InvalidOption("sampling_defaults", sampling_defaults, " | ".join(SAMPLING_DEFAULTS))
@@ -520,19 +521,22 @@ class LLM:
         return batch.outputs()
 
     def _stream(self, asked: _Asked, params: SamplingParams | None, use: _Use) -> Stream:
-        requests = self._requests(asked, params or SamplingParams(), use)
+        params = params or SamplingParams()
+        requests = self._requests(asked, params, use)
         with self._open() as engine:
-            return Stream(Events(engine, requests, [0] * len(requests)), self._open)
+            return Stream(Events(engine, requests, [0] * len(requests)), self._open, params)
 
     async def _astream(
         self, prepare: Callable[[], _Asked], params: SamplingParams | None, use: _Use
     ) -> AsyncGenerator[TextDelta, None]:
         asked = await asyncio.to_thread(prepare)
-        requests = self._requests(asked, params or SamplingParams(), use)
+        params = params or SamplingParams()
+        requests = self._requests(asked, params, use)
         with self._open() as engine:
             async with contextlib.aclosing(events_of(engine, requests, [0] * len(requests))) as events:
                 async for index, event in events:
                     if isinstance(event, TokenEvent | Finished):
+                        _warn_if_cut(event, params, stacklevel=2)
                         yield delta_of(index, event)
 
 
@@ -540,16 +544,21 @@ class Stream(Iterator[TextDelta]):
     """Pieces of the answers to one prompt, as they are generated. `close`, also by `with`, aborts the rest."""
 
     def __init__(
-        self, events: Events, opened: Callable[[], contextlib.AbstractContextManager[Engine]]
+        self,
+        events: Events,
+        opened: Callable[[], contextlib.AbstractContextManager[Engine]],
+        params: SamplingParams,
     ) -> None:
         self._events = events
         self._opened = opened
+        self._params = params
 
     def __next__(self) -> TextDelta:
         """Waits for the next piece. Raises EngineError, and LLMClosed once the LLM is closed."""
         with self._opened():
             for index, event in self._events:
                 if isinstance(event, TokenEvent | Finished):
+                    _warn_if_cut(event, self._params, stacklevel=3)
                     return delta_of(index, event)
         raise StopIteration
 
@@ -600,6 +609,12 @@ class _Batch:
         if any(cut):
             warn_of_default(sum(cut), stacklevel + 1)
         return found
+
+
+def _warn_if_cut(event: TokenEvent | Finished, params: SamplingParams, stacklevel: int) -> None:
+    """Warns if an event ends an answer by a limit that the caller has not set."""
+    if params.max_tokens is None and isinstance(event, Finished) and event.reason == "length":
+        warn_of_default(1, stacklevel + 1)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

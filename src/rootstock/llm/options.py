@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from types import NoneType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
 from rootstock.errors import InvalidOption
@@ -95,16 +99,19 @@ class Configuration:
 
 def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
     """Resolves the options of an `LLM`. Raises InvalidOption, which names an option as the caller did."""
+    if not isinstance(model, str):
+        raise InvalidOption("model", model, "the path of a directory, or a name on the Hub")
     given: dict[str, Any] = {}
     spelled: dict[str, str] = {}  # field → as the caller wrote it
     for name, value in options.items():
         field = ALIASES.get(name, name)
         if field not in _FIELDS:
-            near = difflib.get_close_matches(name, [*_FIELDS, *ALIASES], n=1)
+            near = difflib.get_close_matches(parameter_of(name.replace("_", "-")), [*_FIELDS, *ALIASES], n=1)
             raise InvalidOption(name, value, f"left out: there is no such option{_did_you_mean(near)}")
         if field in given:
             raise InvalidOption(name, value, f"left out where {spelled[field]} is given")
         spelled[field] = name
+        value = _of_its_type(name, value)
         if field in _SIZES and isinstance(value, str):
             value = parse_bytes(value, name)
         if field == "disk_dir" and value is not None:
@@ -137,5 +144,39 @@ _FIELDS = frozenset(
 ) - {"model", *OF_SERVERS}
 
 
+_TYPES = get_type_hints(Options)
+_WORDS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a Path",
+    NoneType: "None",
+}
+
+
+def _of_its_type(name: str, value: Any) -> Any:
+    """Returns the value of an option, as Python's where it is NumPy's. Raises InvalidOption for a wrong type."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    hint = _TYPES[name]
+    if get_origin(hint) is Mapping:
+        fits = isinstance(value, Mapping) and all(
+            isinstance(key, str) and isinstance(path, str | Path) for key, path in value.items()
+        )
+        if not fits:
+            raise InvalidOption(name, value, "a mapping of names to directories")
+        return value
+    types = get_args(hint) or (hint,)
+    if isinstance(value, bool | int | float):
+        fits = type(value) in types or (type(value) is int and float in types)
+        fits = fits and math.isfinite(value)
+    else:
+        fits = isinstance(value, types)
+    if not fits:
+        raise InvalidOption(name, value, " or ".join(_WORDS[each] for each in types))
+    return value
+
+
 def _did_you_mean(near: list[str]) -> str:
-    return f". Did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -22,7 +22,7 @@ from rootstock.errors import (
     ModelWeightsMissing,
     shown,
 )
-from rootstock.runtime.model_formats import foreign_format, names_in, remedy_without_config
+from rootstock.runtime.model_formats import foreign_format, names_below, names_in, remedy_without_config
 from rootstock.units import in_units
 
 Progress = Callable[[str, float], None]
@@ -94,6 +94,9 @@ def _local_directory(model: str) -> Path | None:
         if _kind_of(path / CONFIG) is None:
             names = names_in(path)
             _refuse_format(model, names, path)
+            below = names_below(path, names)
+            if not any(name.endswith(f"/{CONFIG}") for name in below):
+                _refuse_format(model, below)
             raise ModelPathNotFound(model, remedy_without_config(path, names))
     except (OSError, ValueError) as error:  # permissions, a loop of symbolic links, a name that is too long
         reason = getattr(error, "strerror", None) or str(error)
@@ -145,7 +148,8 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
         if has_config:
             snapshot_download(model, allow_patterns=[*patterns, *weights])
         if not has_config or not all((directory / name).is_file() for name in weights):
-            _refuse_format(model, [*names_in(directory), *_names_on_hub(model)], directory)
+            names = names_in(directory)
+            _refuse_format(model, [*names, *names_below(directory, names), *_names_on_hub(model)], directory)
         if not has_config:
             raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
     except LocalEntryNotFoundError as error:
@@ -263,6 +267,7 @@ def weight_files(model: str, directory: Path) -> list[Path]:
         ]
         if not others:
             _refuse_format(model, names, directory)
+            _refuse_format(model, names_below(directory, names))
         found = f", but there is {', '.join(others[:3])}: fetch the index as well" if others else ""
         raise ModelWeightsMissing(model, f"there is no {_SINGLE} and no {_INDEX}{found}")
     if missing:

@@ -18,6 +18,7 @@ from typing import Any
 from rootstock.errors import shown
 
 _MOST_NAMES = 20_000  # that are read of a directory; with thousands of shards there are some thousands
+_MOST_FOLDERS = 100
 _MOST_LISTED = 3
 
 _SMALL = "in safetensors; with --quantize int8 or int4 it is small as well (on CPUs and Macs)"
@@ -48,6 +49,8 @@ _FORMATS = (
     _Format(("modules.json",), "a sentence-transformers model without a config.json beside modules.json",
             "save it again with sentence-transformers, which puts the transformer's files there", False),
     _Format(("consolidated*.safetensors",), "in Mistral's own format", _ORIGINAL),
+    _Format(("gptq_model*.safetensors",), "quantized by GPTQ, in AutoGPTQ's files", _ORIGINAL),
+    _Format(("weights*.npz", "weights.[0-9]*.safetensors"), "in a format of MLX before mlx-lm's", _ORIGINAL),
     _Format(("mlc-chat-config.json", "params_shard_*.bin"), "compiled by MLC", _ORIGINAL),
     _Format(("openvino_*.xml",), "in OpenVINO's format", _ORIGINAL),
     _Format(("*.onnx", "onnx/"), "in ONNX", _ORIGINAL),
@@ -76,6 +79,12 @@ def names_in(directory: Path) -> list[str]:
             )
     except OSError:
         return []
+
+
+def names_below(directory: Path, names: Iterable[str]) -> list[str]:
+    """Returns the names in a directory's folders: some repositories have a folder for each size."""
+    folders = itertools.islice((name for name in names if name.endswith("/")), _MOST_FOLDERS)
+    return [f"{folder}{name}" for folder in folders for name in names_in(directory / folder)]
 
 
 def foreign_format(names: Iterable[str], base_model: object = None) -> str | None:

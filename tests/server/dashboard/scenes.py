@@ -135,7 +135,7 @@ class Scene:
         yield "empty", "document.querySelector('#requests .empty').checkVisibility()"
         self.past(past)
         self.pin(pins)
-        yield "past", "document.querySelector('#requests .ended .line:not([hidden])') !== null"
+        yield "past", "document.querySelector('#requests .ended') !== null"
         self.grow_old(3600)
         yield "old", "/ ago/.test(document.querySelector('#requests').innerText)"
         self.load(load)
