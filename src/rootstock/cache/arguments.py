@@ -56,6 +56,8 @@ def require_agreement(known: Tokens, tokens: Tokens, position: int) -> None:
 
 
 def is_count(value: Any, least: int) -> bool:
+    if type(value) is int:
+        return value >= least
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
 
 

@@ -962,12 +962,13 @@ class PrefixTree:
     def _remember_evicted(self, node: Node, end: int, leaf: Node, was_retained: bool) -> None:
         """Adds the tail of `leaf` from position `end` on to the history below `node`, with its checkpoints and the
         runs that followed the leaf."""
-        positions = sorted({*leaf.evicted_checkpoints, *leaf.checkpoints})
-        checkpoints = tuple(at for at in positions if at > end)
-        leaf.evicted_checkpoints = tuple(at for at in leaf.evicted_checkpoints if at <= end)
-        deeper, below = self.evicted.take_below(leaf)
+        deeper, checkpoints = self.evicted.take_below(leaf)
+        if leaf.checkpoints or leaf.evicted_checkpoints:
+            positions = sorted({*leaf.evicted_checkpoints, *leaf.checkpoints})
+            checkpoints = (*(at for at in positions if at > end), *checkpoints)
+            leaf.evicted_checkpoints = tuple(at for at in leaf.evicted_checkpoints if at <= end)
         forgotten_below = self.evicted.remember(
-            node, leaf.tokens[end - leaf.start :], deeper, (*checkpoints, *below), was_retained
+            node, leaf.tokens[end - leaf.start :], deeper, checkpoints, was_retained
         )
         for forgotten in forgotten_below:
             self._forget_if_empty(forgotten)
@@ -1002,6 +1003,8 @@ class PrefixTree:
 
     def _drop_private_roots(self, leaf: Node) -> None:
         """Drops the roots below the end of a leaf, which are empty, before its end moves or it is removed."""
+        if not leaf.private_roots:
+            return
         for root in list(leaf.private_roots.values()):
             self._drop_root(root)
 
