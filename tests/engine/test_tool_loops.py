@@ -13,6 +13,7 @@ LOOPS = [
     *(Loop(family, 12, 4, turns=2, drops=False) for family in ("states", "windows")),
     *(Loop(family, 30, 4, marks=True) for family in ("states", "windows")),
     *(Loop(family, 30, 4, tokens_per_s=20.0) for family in ("states", "windows")),
+    *(Loop(family, 30, 4, repeats=count) for family in ("states", "windows", "mixed") for count in (0, 2, 6)),
 ]
 
 

@@ -3,6 +3,7 @@
 A conversation is a system prompt, then user turns. In a turn the model calls a tool again and again. At the next
 user turn the template drops all that followed the user's message, or keeps it. The cache has room for the K/V of the
 longest prompts and for so many checkpoints beside them. Time is simulated: it passes with each token and each pause.
+A client can also render each answer otherwise than the model sampled it, or leave it out.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Conversation:
     drops: bool = True
     marks: bool = False  # it marks the end of each prompt, as clients of Anthropic's API do
     salt: str = ""
+    repeats: int = ANSWER_TOKENS  # tokens of an answer that its next prompt has as they were sampled
     rng: np.random.Generator = field(init=False)
     history: list[int] = field(init=False)
     user_end: int = 0  # of the last user turn
@@ -92,7 +94,9 @@ class Conversation:
         return self.history
 
     def tool_turn(self) -> list[int]:
-        self.history = [*self.history, *self.new(TOOL_TOKENS)]
+        changed = ANSWER_TOKENS - self.repeats
+        kept = self.history[: len(self.history) - changed]
+        self.history = [*kept, *self.new(changed + TOOL_TOKENS)]
         return self.history
 
     def boundaries(self) -> tuple[Boundary, ...]:
@@ -176,9 +180,11 @@ class Loop:
     drops: bool = True
     marks: bool = False
     tokens_per_s: float = 2000.0  # at 20, a request takes far longer than the pause after it
+    repeats: int = ANSWER_TOKENS
 
     def __str__(self) -> str:
         kind = "marks" if self.marks else "drops" if self.drops else "keeps"
+        kind += f"{self.repeats}" if self.repeats < ANSWER_TOKENS else ""
         return f"{self.family}-{kind}-{self.turns}x{self.rounds}-room{self.room}-{self.tokens_per_s:g}"
 
 
@@ -204,9 +210,11 @@ class Found:
 def play(loop: Loop) -> Found:
     families = FAMILIES[loop.family]
     system = np.random.default_rng(0).integers(0, VOCAB, SYSTEM_TOKENS).tolist()
-    own = Conversation("a", system, loop.drops, loop.marks)
+    own = Conversation("a", system, loop.drops, loop.marks, repeats=loop.repeats)
     of_rounds = loop.rounds * (TOOL_TOKENS + ANSWER_TOKENS) * (1 if loop.drops else loop.turns)
     longest = SYSTEM_TOKENS + loop.turns * (USER_TOKENS + ANSWER_TOKENS) + of_rounds + ANSWER_TOKENS
+    if loop.repeats < ANSWER_TOKENS:
+        longest += loop.rounds * BLOCK  # each round's branch has a copy of the block that it divides
     world = World(families, budget_bytes(families, longest, loop.room), loop.tokens_per_s)
     least = 1.0
     for turn in range(loop.turns):
@@ -214,7 +222,8 @@ def play(loop: Loop) -> Found:
         world.ask(own, own.user_turn())
         for _ in range(loop.rounds):
             world.wait(0.05)
-            before = len(own.history) - 1  # the last token of an answer is never computed
+            before = len(own.history) - ANSWER_TOKENS + own.repeats
+            before -= own.repeats == ANSWER_TOKENS  # the last token of an answer is never computed
             least = min(least, world.ask(own, own.tool_turn()) / before)
     world.cache.check()
     # The end of the conversation is its tip, unless the next turn drops what followed the user's message.

@@ -2,9 +2,10 @@
 
 *grid*: conversations on the oracle runtime, of 10 to 200 tool rounds, in caches with room for 2 to 40 checkpoints
 beside K and V, with recurrent states, windows, chunks, and windows and states together. The next user turn drops what
-followed the last one, or keeps it; clients mark each prompt's end, or not; turns follow each other. The hits of the
-next user turn and of a new session are compared with a cache that keeps just the newest checkpoint, the last user
-turn's and the system's, or the best two of them. Each must find 95 % as much.
+followed the last one, or keeps it; clients mark each prompt's end, or not; they repeat each answer as it was sampled,
+or in part, or not at all; turns follow each other. The hits of the next user turn and of a new session are compared
+with a cache that keeps just the newest checkpoint, the last user turn's and the system's, or the best two of them.
+Each must find 95 % as much.
 
 *architectures*: a tiny model of each served architecture gets one prompt three times from the real engine. From the
 second time on it must find all of it but the last token, which is always computed.
@@ -45,6 +46,8 @@ def loops(families: list[str], rounds: list[int], rooms: list[int]) -> Iterator[
         yield Loop(family, count, room)
         yield Loop(family, count, room, tokens_per_s=20.0)
         yield Loop(family, count, room, marks=True)
+        yield Loop(family, count, room, repeats=0)
+        yield Loop(family, count, room, repeats=6)
         if count <= 70:
             yield Loop(family, count, room, turns=3)
             yield Loop(family, count, room, turns=2, drops=False)

@@ -56,8 +56,6 @@ CHANCE = {
 
 # Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
 RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
-# Kinds at which other conversations branch off, however far this one has gone.
-RESUMED_BY_OTHERS = frozenset({CheckpointKind.SYSTEM, CheckpointKind.DIVERGENCE})
 CHANCE_WHEN_SPENT = 1 / 16
 
 # Of two positions nearer than this only the first gets a checkpoint, which serves both: recomputing the tokens
@@ -299,9 +297,17 @@ class Checkpoint:
         assert self.node is not None
         if self.node.passed_by:
             return True
-        if self.kind in RESUMED_BY_OTHERS or self.hits > 1:
+        if self.kind is CheckpointKind.SYSTEM or self.hits > 1:
+            return False
+        if self.kind is CheckpointKind.DIVERGENCE and self.is_shared:
             return False
         return (self.kind in RESUMED_ONCE or not self.is_boundary) and self.is_passed
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several cached branches go on after it."""
+        assert self.node is not None
+        return self.position == self.node.end and len(self.node.children) > 1
 
     @property
     def is_passed(self) -> bool:
