@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
-from rootstock.engine.conversation.media import medium_of
+from rootstock.engine.conversation.media import medium_of, name_of
 from rootstock.engine.conversation.openai import arguments_of
 from rootstock.engine.conversation.template import template_tool
 from rootstock.engine.conversation.types import (
@@ -68,7 +68,7 @@ def kind_of(item: Any, path: str) -> str:
     return kind
 
 
-# Fields of stored items. Those of other types are stored whole.
+# Fields of stored items.
 _KEPT_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"role", "content"}),
     "agent_message": frozenset({"content"}),
@@ -76,6 +76,7 @@ _KEPT_FIELDS: Mapping[str, frozenset[str]] = {
     "function_call": frozenset({"call_id", "name", "namespace", "arguments"}),
     "custom_tool_call": frozenset({"call_id", "name", "namespace", "input"}),
     "local_shell_call": frozenset({"call_id", "action"}),
+    "computer_call": frozenset({"call_id", "action", "actions"}),
     "tool_search_call": frozenset({"call_id", "arguments", "execution"}),
     "tool_search_output": frozenset({"call_id", "tools", "execution"}),
     "additional_tools": frozenset({"role", "tools"}),
@@ -83,6 +84,7 @@ _KEPT_FIELDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_CALL_OUTPUTS, frozenset({"call_id", "name", "namespace", "output"})),
 }
 _KEPT_LABELS = ("id", "status")  # of any item: they are listed, and never shown to the model
+_KEPT_OF_PARTS = ("type", "detail", "file_id", "file_url", "image_url")  # where they are short
 
 
 def kept_items(items: Sequence[Json]) -> list[Json]:
@@ -97,27 +99,33 @@ def kept_items(items: Sequence[Json]) -> list[Json]:
 def _kept_item(item: Json, kind: str) -> Json | None:
     if kind in _SKIPPED:
         return None
-    fields = _KEPT_FIELDS.get(kind)
-    if fields is None:
-        return item
+    fields = _KEPT_FIELDS.get(kind, frozenset())
     kept = {name: item[name] for name in item if name in fields}
     kept |= {name: item[name] for name in _KEPT_LABELS if _is_label(item.get(name))}
     for name in ("content", "output"):
+        kept_part = _kept_thought if kind == "reasoning" else _kept_part
         if isinstance(kept.get(name), list):
-            kept[name] = [_kept_part(part) for part in kept[name]]
+            kept[name] = list(map(kept_part, kept[name]))
+        elif isinstance(kept.get(name), Mapping):
+            kept[name] = kept_part(kept[name])
     return {"type": kind, **kept}
 
 
-def _kept_part(part: Any) -> Any:
-    """Returns a part of a content. Of parts that are no text, only labels are kept."""
-    if not isinstance(part, Mapping):
-        return part
-    text = _TEXT_PARTS.get(str(part.get("type")), "text")
-    return {
-        name: value
-        for name, value in part.items()
-        if name in (text, BREAKPOINT) or _is_label(value) or isinstance(value, bool | int | float)
-    }
+def _kept_part(part: Json) -> Json:
+    """Returns a part of a content: its text, or what the line of a medium depends on, and labels."""
+    kept = {name: part[name] for name in _KEPT_OF_PARTS if _is_label(part.get(name))}
+    mark = part.get(BREAKPOINT)
+    if mark is not None:
+        kept[BREAKPOINT] = {name: mark[name] for name in ("mode", "ttl") if name in mark}
+    if part["type"] in _TEXT_PARTS:
+        text = _TEXT_PARTS[part["type"]]
+        return {**kept, text: part[text]}
+    name = name_of(part)
+    return {**kept, "filename": name} if name else kept
+
+
+def _kept_thought(part: Json) -> Json:
+    return {"type": "reasoning_text", "text": part["text"]}
 
 
 def _is_label(value: Any) -> bool:
