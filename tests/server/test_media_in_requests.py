@@ -34,6 +34,8 @@ def of_chat(seed: str) -> Iterator[tuple[Json, str]]:
     yield {"type": "video_url", "video_url": {"url": data(seed)}}, VIDEO_LINE
     yield {"type": "file", "file": {"file_data": data(seed), "filename": "plan.pdf"}}, NAMED_LINE
     yield {"type": "file", "file": {"file_id": seed}}, FILE_LINE
+    yield {"type": "document", "source": {"type": "base64", "data": data(seed)}}, FILE_LINE
+    yield {"type": "document_url", "document_url": data(seed)}, FILE_LINE
 
 
 def of_responses(seed: str) -> Iterator[tuple[Json, str]]:

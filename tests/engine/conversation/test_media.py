@@ -36,6 +36,8 @@ PARTS: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "input_file", "file_data": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "input_file", "filename": "a.pdf"}, "file", READ),
     ({"type": "file", "file": {"filename": "a.pdf", "file_data": SECRET}}, "file", READ),
+    ({"type": "document", "source": {"data": SECRET}}, "file", "[A file, which this model cannot read]"),
+    ({"type": "document_url", "document_url": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "file", "file": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "file", "file": {"filename": 5}}, "file", "[A file, which this model cannot read]"),
     ({"type": "image", "filename": "a.png"}, "image", SEEN),

@@ -15,8 +15,8 @@ from rootstock.errors import Unsupported
 
 MAX_MEDIUM_NAME_CHARS = 128  # of a file's name in its line; a longer name is cut
 
-# The types of parts in OpenAI's chats, OpenAI's Responses and Anthropic's messages, and in the requests of vLLM and
-# SGLang. Each API takes all of them, because clients mix them.
+# The types of parts in OpenAI's chats, OpenAI's Responses and Anthropic's messages, and in the requests of vLLM,
+# SGLang and Mistral. Each API takes all of them, because clients mix them. Messages read the text of a `document`.
 _KINDS: Mapping[str, MediumKind] = {
     "image": "image",
     "image_embeds": "image",
@@ -37,6 +37,8 @@ _KINDS: Mapping[str, MediumKind] = {
     "file": "file",
     "input_file": "file",
     "container_upload": "file",
+    "document": "file",
+    "document_url": "file",
 }
 _IN_WORDS: Mapping[MediumKind, tuple[str, str]] = {
     "image": ("an image", "see"),
