@@ -24,14 +24,14 @@ import rootstock.engine.tiers.connector
 import rootstock.server.listen
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
 def build_engine(model, cache, engine, tier, *, chat_template, progress, directory):
     progress("load", 0.0)
     progress("load", 1.0)
     runtime = FakeRuntime(
-        ByteTokenizer.vocab_size, 1 << 17, eos_token_ids=(ByteTokenizer.END,), fault=lambda _: time.sleep(0.01)
+        PADDED_LOGITS, 1 << 17, eos_token_ids=(ByteTokenizer.END,), fault=lambda _: time.sleep(0.01)
     )
     return assemble(runtime, ByteTokenizer(), cache, engine, tier)
 

@@ -240,7 +240,7 @@ def test_objects_beside_answers(client: httpx.Client) -> None:
     counted = client.post("/v1/responses/input_tokens", json={"input": items}).json()
     listed = client.get(f"/v1/responses/{made['id']}/input_items").json()
     found = compared(counted, InputTokenCountResponse)
-    compacted = client.post("/v1/responses/compact", json={"input": items}).json()
+    compacted = client.post("/v1/responses/compact", json={"model": "fake", "input": items}).json()
     found.add(compared(compacted | {"output": compacted["output"][-1:]}, CompactedResponse))
     for item in compacted["output"][
         :-1

@@ -14,7 +14,7 @@ from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.runtime.base import Batch
-from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
 
@@ -45,7 +45,7 @@ def oracle() -> Iterator[Callable[..., Oracle]]:
     ) -> Oracle:
         tokenizer = ByteTokenizer()
         runtime = FakeRuntime(
-            tokenizer.vocab_size, 4096, families=families, eos_token_ids=tokenizer.eos_token_ids, fault=fault
+            PADDED_LOGITS, 4096, families=families, eos_token_ids=tokenizer.eos_token_ids, fault=fault
         )
         budget = blocks * sum(row_bytes(family, 8) for family in families)
         assembly = assemble(

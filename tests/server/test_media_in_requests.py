@@ -34,6 +34,8 @@ def of_chat(seed: str) -> Iterator[tuple[Json, str]]:
     yield {"type": "video_url", "video_url": {"url": data(seed)}}, VIDEO_LINE
     yield {"type": "file", "file": {"file_data": data(seed), "filename": "plan.pdf"}}, NAMED_LINE
     yield {"type": "file", "file": {"file_id": seed}}, FILE_LINE
+    yield {"type": "document", "source": {"type": "base64", "data": data(seed)}}, FILE_LINE
+    yield {"type": "document_url", "document_url": data(seed)}, FILE_LINE
 
 
 def of_responses(seed: str) -> Iterator[tuple[Json, str]]:
@@ -42,6 +44,8 @@ def of_responses(seed: str) -> Iterator[tuple[Json, str]]:
     yield {"type": "input_audio", "input_audio": {"data": data(seed), "format": "mp3"}}, AUDIO_LINE
     yield {"type": "input_video", "video_url": data(seed)}, VIDEO_LINE
     yield {"type": "input_file", "file_data": data(seed), "filename": "plan.pdf"}, NAMED_LINE
+    yield {"type": "file", "file": {"file_data": data(seed), "filename": "plan.pdf"}}, NAMED_LINE
+    yield {"type": "input_file", "filename": f"{'p' * 2_000}.pdf"}, NAMED_LINE.replace("plan.pdf", "p" * 128)
     yield {"type": "input_file", "file_url": f"http://192.0.2.1/{seed}"}, FILE_LINE
     yield {"type": "computer_screenshot", "image_url": data(seed)}, IMAGE_LINE
 
@@ -192,6 +196,37 @@ def test_a_medium_anywhere_is_a_line_that_depends_on_none_of_its_bytes(
             assert [warning["reason"][:20] for warning in warnings] == (
                 ["the model reads only"] if twin is other else []
             )
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("responses")])
+def test_a_stored_medium_is_the_same_line_at_later_turns_and_none_of_its_bytes_is_kept(
+    served: Served, place: str
+) -> None:
+    route, body, parts = PLACES[place]
+    for part, _ in parts("e" * 5_000):
+        junk = {"text": "f" * 20_000, "more": ["g" * 20_000], **{f"label{i}": "h" * 1_000 for i in range(20)}}
+        given = body(in_content(route, part | junk))["input"]
+        given = [{**item, "junk": "i" * 20_000} for item in given]
+        first = posted(served, route, {"input": given})
+        kept = served.client.get(f"{route}/{first['id']}/input_items").text
+        assert len(kept) < 2_000, kept
+        later: list[Json] = [
+            {"input": [USER], "previous_response_id": first["id"]},
+            {"input": [*given, *first["output"], USER]},
+        ]
+        stored, whole = (posted(served, route, asked) for asked in later)
+        assert tokens_of(stored)[0] == tokens_of(whole)[0]
+        assert tokens_of(stored)[1] >= tokens_of(first)[0]
+
+
+@pytest.mark.parametrize("kind", ["message", "function_call_output"])
+def test_a_content_of_one_part_that_is_no_list_is_stored_as_its_line(served: Served, kind: str) -> None:
+    picture = {"type": "input_image", "image_url": "data:," + "e" * 20_000}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": kind, "call_id": "c", "output": picture}
+    items = [USER, call, result] if kind != "message" else [{"role": "user", "content": picture}]
+    first = posted(served, RESPONSES, {"input": items})
+    assert len(served.client.get(f"{RESPONSES}/{first['id']}/input_items").text) < 2_000
 
 
 def conversation_of(route: str, parts: list[Json], turns: list[tuple[str, str]]) -> Json:

@@ -38,6 +38,9 @@ EFFORT_FIELDS: dict[str, Any] = {
     "responses, as a chat": lambda effort: {"reasoning_effort": effort},
     "responses, as a variable": lambda effort: {"chat_template_kwargs": {"reasoning_effort": effort}},
     "messages": lambda effort: {"output_config": {"effort": effort}},
+    "messages, as a chat": lambda effort: {"reasoning_effort": effort},
+    "messages, as OpenRouter": lambda effort: {"reasoning": {"effort": effort}},
+    "messages, as a variable": lambda effort: {"chat_template_kwargs": {"reasoning_effort": effort}},
 }
 SWITCH_FIELDS: dict[str, Any] = {
     "chat": lambda on: {"enable_thinking": on},
@@ -48,6 +51,9 @@ SWITCH_FIELDS: dict[str, Any] = {
     "responses": lambda on: {"enable_thinking": on},
     "responses, as a variable": lambda on: {"chat_template_kwargs": {"enable_thinking": on}},
     "messages": lambda on: {"thinking": {"type": "enabled" if on else "disabled"}},
+    "messages, as true or false": lambda on: {"thinking": on},
+    "messages, as a chat": lambda on: {"enable_thinking": on},
+    "messages, as a variable": lambda on: {"chat_template_kwargs": {"enable_thinking": on}},
 }
 
 
@@ -101,6 +107,15 @@ def test_an_effort_means_the_same_in_every_api(template: str, api: str, effort: 
     assert bool(ignored) == is_ignored
 
 
+@pytest.mark.parametrize("api", EFFORT_FIELDS)
+def test_an_effort_of_another_name_is_the_templates_or_ignored(api: str) -> None:
+    fields = EFFORT_FIELDS[api]("ultra")
+    found, ignored = variables(api, fields, TEMPLATES["effort"])
+    assert (found, ignored) == ({"reasoning_effort": "ultra"}, [])
+    found, ignored = variables(api, fields, TEMPLATES["neither"])
+    assert (found, len(ignored)) == ({}, 1)
+
+
 @pytest.mark.parametrize(("template", "api", "on"), list(product(TEMPLATES, SWITCH_FIELDS, [True, False])))
 def test_a_switch_means_the_same_in_every_api(template: str, api: str, on: bool) -> None:
     names = TEMPLATES[template]
@@ -122,7 +137,7 @@ def test_a_switch_outranks_an_effort(template: str, api: str) -> None:
         assert len(ignored) == (1 if switches else 2)
 
 
-@pytest.mark.parametrize("api", [api for api in SWITCH_FIELDS if not api.startswith("messages")])
+@pytest.mark.parametrize("api", SWITCH_FIELDS)
 def test_switches_that_contradict_each_other_are_refused(api: str) -> None:
     fields = {**SWITCH_FIELDS[api](True), "reasoning_effort": "none"}
     with pytest.raises(InvalidParameter, match="in agreement with enable_thinking=True"):
@@ -195,6 +210,32 @@ def test_a_model_that_always_reasons_warns_of_off_alone(thinking: Served, api: s
 def test_the_length_of_answers_is_ignored_with_a_warning(served: Served) -> None:
     for verbosity in ("low", "medium", "high"):
         expected = [] if verbosity == "medium" else ["verbosity"]
-        assert warnings_of(served, "chat", {"verbosity": verbosity}) == expected
+        for api in ROUTES:
+            assert warnings_of(served, api, {"verbosity": verbosity}) == expected
         told = warnings_of(served, "responses", {"text": {"verbosity": verbosity}})
         assert told == [f"text.{field}" for field in expected]
+
+
+OFF_FIELDS = [
+    *(of("none") for of in EFFORT_FIELDS.values()),
+    *(of(False) for of in SWITCH_FIELDS.values()),
+    {"chat_template_kwargs": {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}},
+    {"reasoning": {"max_tokens": 0}},
+]
+
+
+@pytest.mark.parametrize("fields", OFF_FIELDS, ids=str)
+def test_a_completion_and_a_chat_take_off_in_any_form(served: Served, fields: Json) -> None:
+    for body in ({"prompt": "hi"}, {"messages": user("hi")}):
+        route = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        answer = served.client.post(route, json={**body, "max_tokens": 1, **fields})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "fields", [of(True) for api, of in SWITCH_FIELDS.items() if api.startswith("chat")], ids=str
+)
+def test_a_completion_has_no_template_that_reasoning_is_switched_on_in(served: Served, fields: Json) -> None:
+    answer = served.complete("hi", max_tokens=1, **fields)
+    assert answer.status_code == 400
+    assert "A completion has no chat template" in answer.json()["error"]["message"]

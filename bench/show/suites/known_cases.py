@@ -124,9 +124,12 @@ KNOWN: Mapping[str, Sequence[Known]] = {
         Known(DESIGN, "ignore_eos, and a forced call beside a response_format, are no errors",
               "TestGptOssValidation"),
         Known(DESIGN, "a video is a medium, which becomes a line of the prompt", "unknown_content_part_type"),
+        Known(DESIGN, "an answer without reasoning has no reasoning_content, rather than a null one",
+              "without_reasoning", "reasoning_content"),
+        Known(DESIGN, "a stop sequence is never a part of the answer", "stop_sequences", "should be the suffix"),
         Known(FAULT, "it sends the tool_choice of a chat to Responses", message="'tool_choice' is {'function'"),
         Known(MODEL, "sums, cities, signs, reasoning, several calls, answers of a certain length",
-              r"args_parsing|multi_tool_scenario|test_regex|multi_content_parts|test_response_prefill|stop_sequences"
+              r"args_parsing|multi_tool_scenario|test_regex|multi_content_parts|test_response_prefill"
               r"|TestReasoningContentAPI|TestEnableThinking|test_reasoning_content|test_multiple_tools|with_system|temperature_zero"
               r"|structured_output_json_schema|test_basic_function_call"),
     ),

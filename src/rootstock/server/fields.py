@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.conversation.template import refuse_unread_variables
@@ -29,7 +29,7 @@ from rootstock.engine.limits import (
 )
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.errors import InvalidParameter, shown
+from rootstock.errors import InvalidParameter, RequestError, shown
 
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # for reasoning: a template has one of them, or none
 _EFFORT = "reasoning_effort"
@@ -191,7 +191,7 @@ class ReasoningOptions(Wire):
 
 
 class ReasoningFields(Wire):
-    """Fields about reasoning, and other variables of a chat template."""
+    """Fields about reasoning and the length of answers, and other variables of a chat template."""
 
     chat_template_kwargs: JsonObject | None = None
     enable_thinking: bool | None = None
@@ -202,6 +202,7 @@ class ReasoningFields(Wire):
     ] = None
     reasoning_effort: Annotated[Label | None, null_if("")] = None
     reasoning: ReasoningOptions | None = None
+    verbosity: Annotated[Label | None, Field(description="no effect")] = None
 
     def reasoning_budget(self) -> int | None:
         """Returns the most tokens of reasoning; None: any number. Raises InvalidParameter."""
@@ -221,8 +222,6 @@ class ReasoningFields(Wire):
 
         Raises InvalidParameter and Unsupported.
         """
-        if self.model_fields_set.isdisjoint(ReasoningFields.model_fields):
-            return {}, ()
         # An empty value of a variable that the template does not read has no effect either.
         given = {
             name: value
@@ -233,15 +232,33 @@ class ReasoningFields(Wire):
         of_wishes = {wish.field.removeprefix(_KWARGS) for wish in wishes if wish.field.startswith(_KWARGS)}
         variables = {name: value for name, value in given.items() if name not in of_wishes}
         refuse_unread_variables(variables, names)
-        return variables, set_reasoning(variables, wishes, names)
+        ignored = set_reasoning(variables, wishes, names)
+        return variables, (*ignored, *self._ignored_verbosity())
+
+    def _ignored_verbosity(self) -> Iterator[IgnoredField]:
+        if self.verbosity not in (None, "", USUAL_VERBOSITY):
+            yield IgnoredField("verbosity", NO_VERBOSITY)
+
+    def _switch(self) -> bool | None:
+        """Returns the wish of `thinking`. Raises InvalidParameter."""
+        return switch_of_thinking(self.thinking)
 
     def _wishes(self) -> Iterator[ReasoningWish]:
         options = self.reasoning or ReasoningOptions()
         yield ReasoningWish("enable_thinking", self.enable_thinking, switch=self.enable_thinking)
-        yield ReasoningWish("thinking", self.thinking, switch=switch_of_thinking(self.thinking))
+        yield ReasoningWish("thinking", self.thinking, switch=self._switch())
         yield ReasoningWish("reasoning.enabled", options.enabled, switch=options.enabled)
         yield ReasoningWish(_EFFORT, self.reasoning_effort, effort=self.reasoning_effort)
         yield ReasoningWish("reasoning.effort", options.effort, effort=options.effort or None)
+
+
+def asks_no_reasoning(name: str, value: Any) -> bool:
+    """Returns whether a field of ReasoningFields has a value that a model without reasoning follows."""
+    try:
+        _, ignored = ReasoningFields.model_validate({name: value}).template_variables(TemplateNames())
+    except (ValidationError, RequestError):
+        return False
+    return all(one.wants_reasoning is False for one in ignored)
 
 
 _KWARGS = "chat_template_kwargs."

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
-from rootstock.engine.conversation.media import MAX_MEDIUM_NAME_CHARS, medium_of, mentioned, refuse_media
+from rootstock.engine.conversation.media import (
+    MAX_MEDIUM_NAME_CHARS,
+    medium_of,
+    mentioned,
+    name_of,
+    refuse_media,
+)
 from rootstock.engine.conversation.openai import messages_of
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation, Medium, PrefixMark, Text
@@ -30,6 +36,8 @@ PARTS: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "input_file", "file_data": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "input_file", "filename": "a.pdf"}, "file", READ),
     ({"type": "file", "file": {"filename": "a.pdf", "file_data": SECRET}}, "file", READ),
+    ({"type": "document", "source": {"data": SECRET}}, "file", "[A file, which this model cannot read]"),
+    ({"type": "document_url", "document_url": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "file", "file": SECRET}, "file", "[A file, which this model cannot read]"),
     ({"type": "file", "file": {"filename": 5}}, "file", "[A file, which this model cannot read]"),
     ({"type": "image", "filename": "a.png"}, "image", SEEN),
@@ -56,6 +64,8 @@ def test_a_name_is_one_short_line_whatever_it_holds(name: str) -> None:
     assert found.text.isprintable()
     assert len(found.text) <= 2 * MAX_MEDIUM_NAME_CHARS + 60
     found.text.encode()  # no halves of surrogate pairs
+    # A stored part has the name as it is shown.
+    assert medium_of({"type": "input_file", "filename": name_of({"filename": name})}, "here") == found
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))

@@ -246,7 +246,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display"),
-    ({"output_config": {"effort": "most"}}, "output_config.effort"),
+    ({"output_config": {"effort": 5}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "left out where"),

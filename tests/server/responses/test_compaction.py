@@ -57,7 +57,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def compacted(client: httpx.Client, **fields: Any) -> list[Json]:
-    answer = client.post(COMPACT, json=fields)
+    answer = client.post(COMPACT, json={"model": "fake", **fields})
     assert answer.status_code == 200, answer.text
     body = answer.json()
     CompactionBody.model_validate(body, strict=True)
@@ -98,7 +98,7 @@ def test_the_request_for_a_summary_goes_on_from_the_conversations_own_prompt(cli
     )
     asked = PROMPTS[0]
     assert asked.startswith(before.removesuffix("<|assistant|>"))
-    usage = client.post(COMPACT, json={"input": CONVERSATION, **fields}).json()["usage"]
+    usage = client.post(COMPACT, json={"model": "fake", "input": CONVERSATION, **fields}).json()["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
 
 
@@ -141,7 +141,9 @@ def test_a_second_compaction_replaces_the_first(client: httpx.Client) -> None:
 
 def test_stored_responses_are_compacted_and_the_compaction_is_not_stored(client: httpx.Client) -> None:
     made = client.post(PATH, json={"input": "say:one"}).json()
-    answer = client.post(COMPACT, json={"previous_response_id": made["id"], "input": "two"}).json()
+    answer = client.post(
+        COMPACT, json={"model": "fake", "previous_response_id": made["id"], "input": "two"}
+    ).json()
     assert [item["content"][0]["text"] for item in answer["output"][:-1]] == ["say:one", "two"]
     assert_error(client.get(f"{PATH}/{answer['id']}"), 404, "response_not_found")
 
@@ -192,6 +194,8 @@ def test_a_compaction_is_bound_to_its_tenant(client: httpx.Client) -> None:
     [
         (PATH, {"input": [TRIGGER, *CONVERSATION]}, "input[0].type"),
         (PATH, {"input": [TRIGGER]}, "input"),
+        (COMPACT, {"input": CONVERSATION, "model": None}, "model"),
+        (COMPACT, {"input": CONVERSATION, "model": ""}, "model"),
         (COMPACT, {"input": [*CONVERSATION, TRIGGER]}, f"input[{len(CONVERSATION)}].type"),
         (COMPACT, {}, "input"),
         (COMPACT, {"input": "x", "stream": True}, "stream"),
@@ -202,7 +206,7 @@ def test_a_compaction_is_bound_to_its_tenant(client: httpx.Client) -> None:
 def test_a_wrong_request_is_refused_with_the_place(
     client: httpx.Client, path: str, fields: Json, param: str
 ) -> None:
-    answer = client.post(path, json=fields)
+    answer = client.post(path, json={"model": "fake", **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
@@ -211,6 +215,6 @@ def test_the_length_of_a_summary_has_a_bound(client: httpx.Client, monkeypatch: 
     from rootstock.server.responses import calls
 
     monkeypatch.setattr(calls, "MAX_SUMMARY_TOKENS", 30)
-    usage = client.post(COMPACT, json={"input": CONVERSATION}).json()["usage"]
+    usage = client.post(COMPACT, json={"model": "fake", "input": CONVERSATION}).json()["usage"]
     assert usage["output_tokens"] == 30
     assert len(ByteTokenizer().encode(SUMMARY)) > 30

@@ -86,7 +86,7 @@ def test_fields_and_items_that_no_prompt_shows_are_not_stored(served: Served, st
         {
             "type": "reasoning",
             "summary": [{"text": junk}],
-            "content": [{"type": "reasoning_text", "text": "three"}],
+            "content": [{"type": "reasoning_text", "text": "three"}, {"type": "refusal", "text": ", "}],
         },
         {
             "type": "function_call",

@@ -15,8 +15,8 @@ from rootstock.errors import Unsupported
 
 MAX_MEDIUM_NAME_CHARS = 128  # of a file's name in its line; a longer name is cut
 
-# The types of parts in OpenAI's chats, OpenAI's Responses and Anthropic's messages, and in the requests of vLLM and
-# SGLang. Each API takes all of them, because clients mix them.
+# The types of parts in OpenAI's chats, OpenAI's Responses and Anthropic's messages, and in the requests of vLLM,
+# SGLang and Mistral. Each API takes all of them, because clients mix them. Messages read the text of a `document`.
 _KINDS: Mapping[str, MediumKind] = {
     "image": "image",
     "image_embeds": "image",
@@ -37,6 +37,8 @@ _KINDS: Mapping[str, MediumKind] = {
     "file": "file",
     "input_file": "file",
     "container_upload": "file",
+    "document": "file",
+    "document_url": "file",
 }
 _IN_WORDS: Mapping[MediumKind, tuple[str, str]] = {
     "image": ("an image", "see"),
@@ -50,27 +52,33 @@ def medium_of(part: Mapping[str, Any], path: str, mark: PrefixMark | None = None
     """Returns the line for a part of a message, or None if the part is no medium."""
     type = part.get("type")
     kind = _KINDS.get(type) if isinstance(type, str) else None
-    if kind is None:
-        return None
-    return medium_line(kind, path, file_name_of(part), mark)
+    return None if kind is None else medium_line(kind, path, name_of(part), mark)
 
 
-def file_name_of(part: Mapping[str, Any]) -> str | None:
-    """Returns as much of a part's file name as its line depends on; None: it has none."""
+def name_of(part: Mapping[str, Any]) -> str:
+    """Returns the name of a part's file as its line shows it; "" if it has none."""
     file = part.get("file")  # OpenAI's chats nest the name
-    name = (file if isinstance(file, Mapping) else part).get("filename")
-    return name[: 4 * MAX_MEDIUM_NAME_CHARS] if isinstance(name, str) else None
+    return _shown((file if isinstance(file, Mapping) else part).get("filename"))
 
 
 def medium_line(kind: MediumKind, path: str, name: Any = None, mark: PrefixMark | None = None) -> Text:
     """Returns the line for a medium. `path` is its place in the client's body, and `name` is any value."""
     noun, verb = _IN_WORDS[kind]
-    # A name is one line without control characters. Special tokens in it are escaped like those of any other text.
-    shown = " ".join(name[: 4 * MAX_MEDIUM_NAME_CHARS].split()) if isinstance(name, str) else ""
-    shown = "".join(char for char in shown if char.isprintable())[:MAX_MEDIUM_NAME_CHARS]
+    shown = _shown(name)
     if kind == "file" and shown:
         noun = f"the file {shown!r}"
     return Text(f"[{noun[0].upper()}{noun[1:]}, which this model cannot {verb}]", mark, (Medium(kind, path),))
+
+
+def _shown(name: Any) -> str:
+    """Returns a name as one line without control characters. A shown name is shown as it is.
+
+    Special tokens in it are escaped like those of any other text.
+    """
+    if not isinstance(name, str):
+        return ""
+    spaced = "".join(char if char.isprintable() else " " for char in name[: 4 * MAX_MEDIUM_NAME_CHARS])
+    return " ".join(spaced.split())[:MAX_MEDIUM_NAME_CHARS].rstrip()
 
 
 def mentioned(media: Sequence[Medium]) -> list[IgnoredField]:

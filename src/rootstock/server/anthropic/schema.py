@@ -8,7 +8,7 @@ sampling that Anthropic does not have (min_p, seed, …) have the names of OpenA
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -16,8 +16,9 @@ from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of
-from rootstock.engine.conversation.types import Conversation, IgnoredField
+from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.limits import (
+    MAX_LABEL_CHARS,
     MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -25,6 +26,7 @@ from rootstock.engine.limits import (
     MAX_TOOLS_CHARS,
     refuse_deep,
     refuse_large,
+    refuse_other_text,
     refuse_surrogates,
 )
 from rootstock.engine.request import StopParams
@@ -33,20 +35,18 @@ from rootstock.server.anthropic.conversation import conversation_of
 from rootstock.server.anthropic.edits import Edit, edits_of
 from rootstock.server.anthropic.errors import ThreadUnsupported
 from rootstock.server.fields import (
-    EFFORTS,
     Count,
     JsonObject,
     Label,
     ModelName,
+    ReasoningFields,
     ReasoningWish,
     SamplingFields,
     Wire,
     is_empty,
     null_if,
-    set_reasoning,
 )
 from rootstock.server.hints.fields import HintFields
-from rootstock.server.wire import Json
 
 DISPLAYS = ("summarized", "omitted", "updates")
 MAX_EDITS = 2  # of each kind one
@@ -72,15 +72,19 @@ class DiagnosticsFields(Wire):
     ] = None
 
 
-class PromptFields(Wire):
-    """Fields from which a prompt is made."""
+class PromptFields(ReasoningFields):
+    """Fields from which a prompt is made. Those about reasoning may also have their names in OpenAI's API."""
 
     model: ModelName = None
     messages: Messages
     system: Blocks = None
     tools: ToolList | None = None
     tool_choice: Annotated[JsonObject | None, null_if({})] = None
-    thinking: Annotated[JsonObject | None, null_if({})] = None
+    thinking: Annotated[
+        bool | JsonObject | None,
+        Field(description="an object with a 'type': enabled, disabled, adaptive, between_tools"),
+        null_if({}),
+    ] = None
     output_config: JsonObject | None = None
     output_format: Annotated[
         JsonObject | None, Field(description="the older name of 'output_config.format'"), null_if({})
@@ -94,7 +98,7 @@ class PromptFields(Wire):
 
     def conversation(self, names: TemplateNames) -> Conversation:
         """Checks and translates the conversation. Raises RequestError."""
-        options, ignored = self._options(names)
+        options, ignored = self.template_variables(names)
         conversation = conversation_of(
             self.messages,
             self.system,
@@ -120,8 +124,8 @@ class PromptFields(Wire):
     def thought(self) -> Thinking:
         """Returns the wish about reasoning. Raises InvalidParameter."""
         asked = self.thinking
-        if asked is None:
-            return Thinking()
+        if not isinstance(asked, dict):
+            return Thinking(asked)
         display = asked.get("display")
         if display is not None and display not in DISPLAYS:
             raise InvalidParameter("thinking.display", display, f"one of {', '.join(DISPLAYS)}")
@@ -162,20 +166,14 @@ class PromptFields(Wire):
         refuse_deep(schema, f"{path}.schema")
         return json.dumps(schema, ensure_ascii=False), f"{path}.schema"
 
-    def _options(self, names: TemplateNames) -> tuple[Json, tuple[IgnoredField, ...]]:
-        """Returns the template's variables, and the fields that it cannot follow. Raises InvalidParameter."""
-        wishes = []
-        enabled = self.thought().enabled
-        if enabled is not None:
-            wishes.append(ReasoningWish("thinking", self.thinking, switch=enabled))
+    def _switch(self) -> bool | None:
+        return self.thought().enabled
+
+    def _wishes(self) -> Iterator[ReasoningWish]:
+        yield from super()._wishes()
         effort = (self.output_config or {}).get("effort")
-        if effort is not None:
-            if effort not in EFFORTS:
-                raise InvalidParameter("output_config.effort", effort, f"one of {', '.join(EFFORTS)}")
-            wishes.append(ReasoningWish("output_config.effort", effort, effort=effort))
-        options: Json = {}
-        ignored = set_reasoning(options, wishes, names)
-        return options, ignored
+        refuse_other_text(effort, "output_config.effort", MAX_LABEL_CHARS)
+        yield ReasoningWish("output_config.effort", effort, effort=effort or None)
 
 
 class CountTokensRequest(PromptFields):

@@ -33,7 +33,6 @@ from rootstock.engine.limits import (
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
-    NO_VERBOSITY,
     USUAL_VERBOSITY,
     ClosedWire,
     Count,
@@ -43,6 +42,7 @@ from rootstock.server.fields import (
     ReasoningFields,
     SamplingFields,
     Wire,
+    asks_no_reasoning,
     default_if_null,
     is_empty,
     null_if,
@@ -77,7 +77,6 @@ class TemplateFields(ReasoningFields):
     ] = None
     parallel_tool_calls: bool | None = None
     documents: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
-    verbosity: Annotated[Label | None, Field(description="no effect")] = None
     add_generation_prompt: Annotated[
         bool | None, Field(description="true, unless 'continue_final_message' is")
     ] = None
@@ -121,8 +120,6 @@ class TemplateFields(ReasoningFields):
         if begins_turn is None:
             begins_turn = not self.continue_final_message
         options = {"add_generation_prompt": begins_turn, **variables}
-        if self.verbosity not in (None, "", USUAL_VERBOSITY):
-            ignored += (IgnoredField("verbosity", NO_VERBOSITY),)
         if self.documents:
             if "documents" not in names.variables:
                 raise Unsupported(
@@ -209,6 +206,8 @@ class CompletionRequest(GenerationFields):
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         for name, value in (self.model_extra or {}).items():
+            if name in ReasoningFields.model_fields and asks_no_reasoning(name, value):
+                continue
             if name == "messages" or name in TemplateFields.model_fields:
                 remedy = "A completion has no chat template. Use /v1/chat/completions."
                 Refused(remedy, _NEUTRAL_IN_CHATS.get(name, _OFF_IN_CHATS.get(name, ()))).refuse(name, value)
@@ -322,7 +321,7 @@ _OFF_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
 
 REFUSED: Mapping[str, Refused] = {
     **_group("The whitespace of JSON cannot be set by it.", guided_whitespace_pattern=()),
-    **_group("Use 'response_format'.", output_config=({"effort": None},), output_format=()),
+    **_group("Use 'response_format'.", output_config=({"effort": None}, {"effort": "none"}), output_format=()),
     **_group(
         "The sampler does not have it.",
         allowed_token_ids=(), bad_words=(), banned_tokens=(), custom_logit_processor=(),

@@ -72,6 +72,8 @@ class Responses:
 
         Reads the store, renders and tokenizes: not for an event loop. Raises RequestError.
         """
+        if body.model is None:
+            raise MissingParameter("model")  # as in the API, where other routes have a default here
         if body.stream:
             raise Unsupported("stream", "A compacted conversation has no events. Leave it out.")
         prepared = self._prepared(model, body, tenant, compacts=True)

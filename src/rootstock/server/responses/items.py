@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
-from rootstock.engine.conversation.media import file_name_of, medium_of
+from rootstock.engine.conversation.media import medium_of, name_of
 from rootstock.engine.conversation.openai import arguments_of
 from rootstock.engine.conversation.template import template_tool
 from rootstock.engine.conversation.types import (
@@ -131,7 +131,7 @@ def _kept_part(part: Json) -> Json:
     kept = {name: part[name] for name in _KEPT_LABELS_OF_PARTS if _is_label(part.get(name))}
     if text is not None:
         kept[text] = part[text]
-    elif (name := file_name_of(part)) is not None:
+    elif name := name_of(part):
         kept["filename"] = name
     if (mark := part.get(BREAKPOINT)) is not None:
         kept[BREAKPOINT] = {name: mark[name] for name in ("mode", "ttl") if mark.get(name) is not None}
