@@ -46,6 +46,8 @@ MOST_EVENTS = 100_000  # of a stream: schemathesis would read 100
 MOST_SHOWN = 5  # failures of an operation
 OF_STORED = "/v1/responses/{id}"  # the beginning of the paths of stored responses
 
+schemathesis.serializer.alias("application/vnd.rootstock.bundle", "application/octet-stream")
+
 Json = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -241,7 +243,7 @@ def main() -> None:
     schema.config.max_stream_events = MOST_EVENTS
     operations = [found.ok() for found in schema.get_all_operations()]
     # An operation without a body has few different cases, and those with one make up the number.
-    few = max(1, cases // (10 * len(operations)))
+    few = max(2, cases // (10 * len(operations)))
     many = -(-cases // max(1, sum(bool(one.body) for one in operations)))
     stored: list[Stored] = []
     for operation in operations:
