@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
@@ -79,7 +78,7 @@ def test_blocks_hints_and_pins_are_counted_as_in_the_statistics(serve: Any) -> N
 
 
 def test_stored_responses_are_counted_with_their_bytes_and_events(serve: Any) -> None:
-    random = Random(0)
+    metadata = {f"name {number}": "x" * 512 for number in range(16)}
     with serve(server=ServerConfig(responses_budget_bytes=MIB)) as served:
 
         def metric(name: str, **labels: str) -> float:
@@ -87,10 +86,7 @@ def test_stored_responses_are_counted_with_their_bytes_and_events(serve: Any) ->
             return found
 
         def create(**fields: Any) -> str:
-            # Reasoning that another server has sealed is stored, and left out of the prompt.
-            sealed = {"type": "reasoning", "summary": [], "encrypted_content": random.randbytes(80_000).hex()}
-            asked = {"role": "user", "content": "x"}
-            body = {"input": [sealed, asked], "max_output_tokens": 1, **fields}
+            body = {"input": "x", "max_output_tokens": 1, "metadata": metadata, **fields}
             id: str = served.client.post("/v1/responses", json=body).json()["id"]
             return id
 
@@ -103,10 +99,10 @@ def test_stored_responses_are_counted_with_their_bytes_and_events(serve: Any) ->
         served.client.delete(f"/v1/responses/{first}")
         assert metric("_events_total", event="deleted") == 1
         assert metric("") == 0
-        for _ in range(20):
+        for _ in range(140):  # of some 9 kB each
             create()
-        wait_until(lambda: metric("_events_total", event="stored") == 21)
-        assert metric("_events_total", event="evicted") == 20 - metric("") > 0
+        wait_until(lambda: metric("_events_total", event="stored") == 141)
+        assert metric("_events_total", event="evicted") == 140 - metric("") > 0
         assert metric("_bytes", of="used") <= MIB
         assert metric("_bytes", of="waiting_to_be_stored") == metric("_events_total", event="not_stored") == 0
 
