@@ -594,7 +594,7 @@ def _unpacked(number: int, row: bytes | sqlite3.Blob, names: Collection[str]) ->
         at = _LEAST_IN_TREE + _DIGITS + _CHECKSUM_BYTES
         fields = taken(at, int(taken(_LEAST_IN_TREE, _DIGITS)))
         assert _checksum(number, fields) == taken(_LEAST_IN_TREE + _DIGITS, _CHECKSUM_BYTES)
-        # As they were written: the checksum is right.
+        # The checksum is right, so these are the fields as they were written.
         id, tenant, parent, lengths, checksums = json.loads(fields)
         at, texts = at + len(fields), []
         for name, length, checksum in zip(_TEXTS, lengths, checksums, strict=True):
