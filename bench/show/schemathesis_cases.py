@@ -1,12 +1,15 @@
-"""Cases that schemathesis generates from a server's OpenAPI document: `python schemathesis_cases.py URL CASES`.
+"""Cases that schemathesis generates from a server's OpenAPI document.
+
+`python schemathesis_cases.py URL CASES ADAPTER EMBEDDER [PATH...]`: ADAPTER is the directory of a LoRA adapter that
+the server may load, EMBEDDER the name of its embedding model. Paths restrict the cases to their operations.
 
 For the interpreter that has schemathesis; it imports nothing of Rootstock. Prints one line of JSON for each
 operation: its cases, its answers by status, and its failures. Half of the cases hold valid values, half invalid ones.
 Where an operation can stream, half of its cases ask for a stream.
 
 Generated values hardly ever are a conversation that the server answers. In a fifth of the cases of a model's route,
-the prompt is therefore a valid one, and in two fifths the whole body is. Ids are those of stored responses in half of
-the cases.
+the prompt is therefore a valid one, and in two fifths the whole body is. A valid prompt is answered before it is
+pinned. Ids name stored responses, pins and loaded adapters in half of the cases.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -207,6 +210,10 @@ RESPONSE_FIELDS = body(
         "metadata": st.dictionaries(TEXT, TEXT, max_size=2),
     },
 )
+TEXT_PROMPT = body({"prompt": TEXT})
+DETOKENIZED = body({"tokens": st.lists(st.integers(0, 200), max_size=8)})
+EMBEDDED = body({"input": TEXT | st.lists(TEXT, min_size=1, max_size=3)})
+EMBEDDING_FIELDS = body({}, {"encoding_format": st.sampled_from(["float", "base64"]), "user": TEXT})
 NOTHING = st.just(dict[str, Any]())
 # By the path of a POST: a valid prompt, and valid other fields.
 VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
@@ -216,14 +223,42 @@ VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/v1/messages/count_tokens": (BLOCKS, NOTHING),
     "/v1/responses": (ITEMS, RESPONSE_FIELDS),
     "/v1/responses/input_tokens": (ITEMS, NOTHING),
-    "/v1/cache/explain": (MESSAGES | body({"prompt": TEXT}), NOTHING),
+    "/v1/responses/compact": (ITEMS, body({"model": TEXT})),
+    "/tokenize": (MESSAGES | TEXT_PROMPT, body({}, {"return_token_strs": st.booleans()})),
+    "/v1/tokenize": (MESSAGES | TEXT_PROMPT, body({}, {"return_token_strs": st.booleans()})),
+    "/detokenize": (DETOKENIZED, body({}, {"skip_special_tokens": st.booleans()})),
+    "/v1/detokenize": (DETOKENIZED, body({}, {"skip_special_tokens": st.booleans()})),
+    "/v1/embeddings": (EMBEDDED, EMBEDDING_FIELDS),
+    "/v1/load_lora_adapter": (NOTHING, NOTHING),
+    "/v1/unload_lora_adapter": (NOTHING, NOTHING),
+    "/v1/models/unload": (NOTHING, NOTHING),
+    "/v1/cache/release": (NOTHING, NOTHING),
+    "/v1/cache/pin": (MESSAGES, NOTHING),
+    "/v1/cache/pin/chat/completions": (MESSAGES, NOTHING),
+    "/v1/cache/pin/completions": (TEXT_PROMPT, NOTHING),
+    "/v1/cache/pin/messages": (BLOCKS, NOTHING),
+    "/v1/cache/pin/responses": (ITEMS, NOTHING),
+    "/v1/cache/warm": (MESSAGES | TEXT_PROMPT, NOTHING),
+    "/v1/cache/warm/chat/completions": (MESSAGES, NOTHING),
+    "/v1/cache/warm/completions": (TEXT_PROMPT, NOTHING),
+    "/v1/cache/warm/messages": (BLOCKS, NOTHING),
+    "/v1/cache/warm/responses": (ITEMS, NOTHING),
+    "/v1/cache/explain": (MESSAGES | TEXT_PROMPT, NOTHING),
     "/v1/cache/explain/chat/completions": (MESSAGES, CHAT_FIELDS),
-    "/v1/cache/explain/completions": (body({"prompt": TEXT}), COMPLETION_FIELDS),
+    "/v1/cache/explain/completions": (TEXT_PROMPT, COMPLETION_FIELDS),
     "/v1/cache/explain/messages": (BLOCKS, MESSAGES_FIELDS),
     "/v1/cache/explain/responses": (ITEMS, RESPONSE_FIELDS),
 }
 BODIES = ("made", "valid", "prompt", "valid", "made")  # in turn: hypothesis would draw mostly the first
 SALT = "X-Cache-Salt"
+# A prompt is pinned once it is cached: the route that answers it, and its field that bounds the answer.
+ANSWERED_BY = {
+    "/v1/cache/pin": ("/v1/chat/completions", "max_tokens"),
+    "/v1/cache/pin/chat/completions": ("/v1/chat/completions", "max_tokens"),
+    "/v1/cache/pin/completions": ("/v1/completions", "max_tokens"),
+    "/v1/cache/pin/messages": ("/v1/messages", "max_tokens"),
+    "/v1/cache/pin/responses": ("/v1/responses", "max_output_tokens"),
+}
 
 
 # ---- the cases
@@ -231,32 +266,69 @@ SALT = "X-Cache-Salt"
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored response, and the headers that name its tenant."""
+    """A stored response or a pin, and the headers that name its tenant."""
 
     id: str
     headers: Mapping[str, str]
 
 
+@dataclass
+class Known:
+    """What the server has, and what earlier cases stored in it."""
+
+    url: str
+    adapter: str
+    embedder: str
+    responses: list[Stored] = field(default_factory=list)
+    pins: list[Stored] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+
+
 def main() -> None:
-    url, cases = sys.argv[1], int(sys.argv[2])
+    url, cases, adapter, embedder, *paths = sys.argv[1:]
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     schema.config.max_stream_events = MOST_EVENTS
     operations = [found.ok() for found in schema.get_all_operations()]
+    operations = [one for one in operations if not paths or one.path in paths]
+    known = Known(url, adapter, embedder)
+    cases = int(cases)
     # An operation without a body has few different cases, and those with one make up the number.
     few = max(2, cases // (10 * len(operations)))
     many = -(-cases // max(1, sum(bool(one.body) for one in operations)))
-    stored: list[Stored] = []
     for operation in operations:
-        print(json.dumps(check(operation, many if operation.body else few, stored)), flush=True)
+        print(json.dumps(check(operation, many if operation.body else few, known)), flush=True)
 
 
-def check(operation: Any, cases: int, stored: list[Stored]) -> dict[str, Any]:
+def prepare(case: Any, path: str, known: Known, number: int, session: requests.Session) -> None:
+    """Completes a valid case by what its route needs: a cached prompt, or a name or an id that the server knows."""
+    if path in ANSWERED_BY:
+        answering, length = ANSWERED_BY[path]
+        told = case.body | {length: 1}
+        session.post(
+            known.url + answering, json=told, headers=dict(case.headers or {}), timeout=HANGS_AFTER_S
+        )
+    elif path == "/v1/cache/release" and known.pins:
+        pin = known.pins.pop()
+        case.body, case.headers = {"id": pin.id}, dict(pin.headers)
+    elif path == "/v1/load_lora_adapter":
+        known.adapters.append(f"adapter-{number}")
+        case.body = {"lora_name": known.adapters[-1], "lora_path": known.adapter}
+    elif path == "/v1/unload_lora_adapter" and known.adapters:
+        case.body = {"lora_name": known.adapters.pop()}
+    elif path == "/v1/embeddings":
+        case.body |= {"model": known.embedder}
+    elif path == "/v1/models/unload":
+        case.body = {"model": known.embedder}
+        session.post(f"{known.url}/v1/models/load", json=case.body, timeout=HANGS_AFTER_S)
+
+
+def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
     statuses, refused, failures = Counter[str](), Counter[str](), list[str]()
     began, session = time.monotonic(), requests.Session()
     streams = "text/event-stream" in operation.definition.raw["responses"].get("200", {}).get("content", {})
     valid = VALID.get(operation.path) if operation.method.upper() == "POST" else None
 
-    asked = itertools.count()
+    asked, stored = itertools.count(), known.responses
 
     def ask(case: Any, draws: st.DataObject) -> None:
         number = next(asked)
@@ -268,6 +340,7 @@ def check(operation: Any, cases: int, stored: list[Stored]) -> dict[str, Any]:
             is_valid = how == "valid"
             if is_valid:
                 case.body = prompt | others
+                prepare(case, operation.path, known, number, session)
             elif how == "prompt" and isinstance(case.body, dict):
                 case.body = case.body | prompt
                 for length in {"max_tokens", "max_output_tokens"} & others.keys():
@@ -279,8 +352,8 @@ def check(operation: Any, cases: int, stored: list[Stored]) -> dict[str, Any]:
         if streams and isinstance(case.body, dict):
             case.body = {**case.body, "stream": number % 4 < 2}
         if operation.path.startswith(OF_STORED) and stored and number % 2:
-            known = stored.pop() if operation.method.upper() == "DELETE" else stored[-1]
-            case.path_parameters, case.headers = {"id": known.id}, dict(known.headers)
+            one = stored.pop() if operation.method.upper() == "DELETE" else stored[-1]
+            case.path_parameters, case.headers = {"id": one.id}, dict(one.headers)
         try:
             response = case.call(session=session, timeout=HANGS_AFTER_S)
         except requests.Timeout:
@@ -298,9 +371,11 @@ def check(operation: Any, cases: int, stored: list[Stored]) -> dict[str, Any]:
             refused[response.json()["error"]["message"][:100]] += 1
         statuses[f"{response.status_code}{' stream' if is_stream else ''}"] += 1
         if operation.path == "/v1/responses" and response.status_code == 200 and not is_stream:
-            made, sent = response.json(), response.request.headers
+            made = response.json()
             if made["store"] and made["previous_response_id"] is None:  # a chain would outgrow the context
-                stored.append(Stored(made["id"], {SALT: sent[SALT]} if SALT in sent else {}))
+                stored.append(Stored(made["id"], tenant_in(response.request.headers)))
+        if operation.path in ANSWERED_BY and response.status_code == 200:
+            known.pins.append(Stored(response.json()["id"], tenant_in(response.request.headers)))
         try:
             case.validate_response(response, checks=CHECKS)
             if is_stream:
@@ -335,6 +410,10 @@ def check(operation: Any, cases: int, stored: list[Stored]) -> dict[str, Any]:
     }
 
 
+def tenant_in(sent: Mapping[str, Any]) -> dict[str, Any]:
+    return {SALT: sent[SALT]} if SALT in sent else {}
+
+
 def check_stream(text: str) -> None:
     """Raises AssertionError unless a stream consists of events of JSON, and has an end that is no error."""
     *events, rest = text.split("\n\n")
@@ -342,9 +421,9 @@ def check_stream(text: str) -> None:
     assert events, "the stream is empty"
     for event in events:
         for line in event.split("\n"):
-            field, _, value = line.partition(": ")
-            assert field in ("event", "data", ""), line
-            if field == "data" and value != "[DONE]":
+            name, _, value = line.partition(": ")
+            assert name in ("event", "data", ""), line
+            if name == "data" and value != "[DONE]":
                 told = json.loads(value)
                 assert "error" not in told, value
                 assert told.get("type") not in ("error", "response.failed"), value
