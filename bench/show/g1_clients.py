@@ -123,6 +123,7 @@ PYTHON = {
     "pydantic-ai": PythonClient("use_pydantic_ai.py", "pydantic-ai-slim[openai]", "pydantic-ai-slim"),
     "instructor": PythonClient("use_instructor.py", "instructor", "instructor"),
     "openai-agents": PythonClient("use_openai_agents.py", "openai-agents", "openai-agents"),
+    "haystack": PythonClient("use_haystack.py", "haystack-ai", "haystack-ai"),
 }
 # Pinned: the packages of one client must fit each other, and a major version may rename what a driver calls.
 ZOD = "zod@4.6.7"
