@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
 from rootstock.server.anthropic import routes
 from rootstock.server.anthropic.calls import messages_call
 from rootstock.server.anthropic.schema import MessagesRequest
@@ -21,6 +20,7 @@ from rootstock.server.listen import running
 from rootstock.server.wire import ServedModel
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.output.deltas import Delta, ReasoningDelta, TextDelta
 from server.anthropic.streams import call
 from waiting import HANG_S
 

@@ -21,7 +21,7 @@ SESSIONS = "server/test_browser_sessions.py"
 LOG = "server/test_request_log.py"
 HINTS = "cache/test_hints.py"
 RESPONSES = "server/responses/test_store.py"
-GRAMMARS = "engine/constraints/test_grammar_host.py"
+GRAMMARS = "text/constraints/test_grammar_host.py"
 CLEARING = "engine/test_clearing_tenants.py"
 
 # Words of the page, and the tests: each promise is a sentence, or the part of one that a test can hold.
@@ -283,7 +283,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "A compile ends when its client leaves": (f"{GRAMMARS}::test_a_client_that_leaves_ends_its_compile",),
     "Compiled grammars are kept for each salt apart": (
-        "engine/constraints/test_constraint_compiler.py::test_a_grammar_is_compiled_once_for_each_salt",
+        "text/constraints/test_constraint_compiler.py::test_a_grammar_is_compiled_once_for_each_salt",
     ),
     "References out of a schema are refused": (
         "server/test_hostile_schemas.py::test_a_hostile_schema_is_an_error_that_says_why",

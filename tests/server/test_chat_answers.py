@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.output.deltas import (
+from rootstock.engine.request import Finished, RequestId, TokenEvent, TokenLogprob, Usage
+from rootstock.server.openai.answers import OpenAIFormat
+from rootstock.server.openai.chat_answers import CallStyle, ChatFormat
+from rootstock.server.wire import ChoiceHistory
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
@@ -16,11 +21,6 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from rootstock.engine.request import Finished, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.openai.answers import OpenAIFormat
-from rootstock.server.openai.chat_answers import CallStyle, ChatFormat
-from rootstock.server.wire import ChoiceHistory
-from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": "m"}
 ID = RequestId("r")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from rootstock.config import EngineConfig
 from rootstock.engine import step
-from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.request import (
     Finished,
     Logprobs,
@@ -34,6 +33,7 @@ from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
 from rootstock.server.openai import completion_answers
 from rootstock.server.wire import Call, ChoiceHistory
+from rootstock.text.limits import MAX_LOGPROBS
 from server.asgi import ask
 from waiting import HANG_S
 

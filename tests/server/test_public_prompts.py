@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.engine.prompts.public_prompts import read_public_prompts
 from rootstock.errors import InvalidOption
+from rootstock.text.prompts.public_prompts import read_public_prompts
 from server.conftest import Served
 from server.test_access import CHAT, CLEAR, COMPLETIONS, EXPLAIN, code, key
 

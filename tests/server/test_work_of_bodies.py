@@ -20,11 +20,9 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from engine.prompts.chat_tokenizers import chat_tokenizer
 from hostile_bodies import CHAT, COMPLETIONS, FAMILIES, MESSAGES, ODD_TEXTS, RESPONSES, Family, encoded
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.errors import RequestError
 from rootstock.server import request_bodies
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
@@ -38,7 +36,9 @@ from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
 from rootstock.server.wire import ServedModel
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.prompts.fingerprint import Fingerprints
 from rootstock.units import MIB
+from text.prompts.chat_tokenizers import chat_tokenizer
 
 Prepare = Callable[[dict[str, Any]], object]
 SMALL, LARGE = 150, 1_200

@@ -35,10 +35,10 @@ from rootstock.cli.stored_prefixes import (
     summary_in_words,
 )
 from rootstock.config import parse_bytes
-from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.select import leave_out_torch
 from rootstock.server.declared_prompts import read_warm_file
+from rootstock.text.tokenizer import HFTokenizer
 from rootstock.tiers.base import AlreadyStored, NotStored, Off, Stored
 from rootstock.tiers.disk.archive import Unreadable, read_places
 from rootstock.tiers.disk.files import LOCK_NAME, Files

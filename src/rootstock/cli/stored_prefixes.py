@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rootstock.cli.output import Column, age, counted, iso_time
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import StartupError
+from rootstock.text.tokenizer import ModelTokenizer
 from rootstock.tiers.base import Entry
 from rootstock.tiers.disk.prefixes import NamespaceContent, Prefix, Prefixes, PrefixNode
 from rootstock.units import in_units

@@ -16,7 +16,6 @@ from rootstock.engine.memory_watch import MemoryWatch, memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
-from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import ModelUnsupported
 from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
@@ -24,6 +23,7 @@ from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import check_configs, locate, weight_files
 from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
+from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,6 @@ from rootstock.config import EngineConfig
 from rootstock.engine.activity import Activity, LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
 from rootstock.engine.clearing import Clearing, ModelNamespaces
-from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.constraints.masks import MaskWorker
-from rootstock.engine.constraints.progress import AnswerProgress
-from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
 from rootstock.engine.idle.returns import AwaitedReturns
@@ -45,7 +41,6 @@ from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.memory_watch import IDLE_RETRY_S, MemoryGuard, MemoryWatch
 from rootstock.engine.pacing import Pacing
-from rootstock.engine.prompts.salt import is_chosen_by_client
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -65,7 +60,6 @@ from rootstock.engine.stats import Cleared, EngineStats, Health, why_not_alive
 from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.engine.transfer import BundleImport, Imported, PrefixExport, Transfer
 from rootstock.errors import (
     AdapterNotLoaded,
@@ -78,6 +72,12 @@ from rootstock.errors import (
 )
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.text.constraints.compiler import ConstraintCompiler
+from rootstock.text.constraints.masks import MaskWorker
+from rootstock.text.constraints.progress import AnswerProgress
+from rootstock.text.detokenizer import Detokenizer
+from rootstock.text.prompts.salt import is_chosen_by_client
+from rootstock.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
-from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.errors import RootstockError
+from rootstock.text.constraints.compiled import CompiledConstraint
+from rootstock.text.prompts.sampled_answers import AnswerPlace
 
 RequestId = NewType("RequestId", str)
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.constraints.progress import AnswerProgress, Banned, Forced, Masked
 from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
+from rootstock.text.constraints.progress import AnswerProgress, Banned, Forced, Masked
 
 Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
 Rows = NDArray[np.float32]  # [rows, vocab] logits

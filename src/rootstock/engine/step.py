@@ -10,7 +10,6 @@ from typing import Literal
 from rootstock.cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
-from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleWork
 from rootstock.engine.pacing import Pacing
@@ -28,6 +27,7 @@ from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tiers.loads import PrefixLoads
 from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
+from rootstock.text.constraints.masks import MaskWorker
 
 log = logging.getLogger(__name__)
 

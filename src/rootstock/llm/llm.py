@@ -23,19 +23,10 @@ from rootstock.cache.families import FullAttention
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
-from rootstock.engine.conversation.media import refuse_media
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import refuse_unread_variables, template_input
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.explained import explained_in_words
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped, text_tokens
-from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared, EngineStats
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import (
     EmptyPrompt,
     EngineStopped,
@@ -54,6 +45,15 @@ from rootstock.llm.params import SamplingParams, warn_of_default
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.model_files import locate
+from rootstock.text.conversation.media import refuse_media
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import refuse_unread_variables, template_input
+from rootstock.text.prompts.boundaries import chat_with_boundaries
+from rootstock.text.prompts.explained import explained_in_words
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped, text_tokens
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.sampled_answers import AnswerPlace
+from rootstock.text.tokenizer import ModelTokenizer
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig
-from rootstock.engine.prompts.salt import refuse_long
 from rootstock.errors import (
     AdminOnly,
     BodyTooLarge,
@@ -49,6 +48,7 @@ from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.server.wrong_keys import WrongKeys
+from rootstock.text.prompts.salt import refuse_long
 from rootstock.tiers.disk.archive import BUNDLE_TYPE
 from rootstock.units import MIB
 

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from rootstock.config import ServerConfig
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.transfer import Imported, PrefixExport
 from rootstock.errors import BodyTooLarge, BundleRefused, ImportsOff, PrefixNotCached, TransferUnderWay
 from rootstock.server.access import IMPORT_PATH, Tenant, is_operator, refuse_unless, tenant_in_head
@@ -33,6 +32,7 @@ from rootstock.server.prompt_bodies import ClosedQueryRoute, StateRoute, refuse_
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.wire import Json, ServedModel
+from rootstock.text.prompts.salt import salt_of
 from rootstock.tiers.disk.archive import BUNDLE_TYPE
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.signature import BundleKey, Signer, signed_bytes, why_not_trusted

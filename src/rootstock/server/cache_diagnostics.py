@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from functools import partial
 
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.prompts.fingerprint import Comparison, EarlierNotFound
 from rootstock.engine.request import Finished
 from rootstock.server.fields import REASONING_SWITCHES
 from rootstock.server.wire import Diagnose, Json, PreparedChat, ServedModel
+from rootstock.text.prompts.fingerprint import Comparison, EarlierNotFound
 
 _ANTHROPIC_REASONS = {
     "model": "model_changed",

@@ -13,10 +13,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.conversation.template import refuse_unread_variables
-from rootstock.engine.conversation.types import IgnoredField
-from rootstock.engine.limits import (
+from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.errors import InvalidParameter, RequestError, shown
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.conversation.template import refuse_unread_variables
+from rootstock.text.conversation.types import IgnoredField
+from rootstock.text.limits import (
     MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
     MAX_REPETITION_PENALTY,
@@ -27,9 +30,6 @@ from rootstock.engine.limits import (
     MIN_REPETITION_PENALTY,
     refuse_surrogates,
 )
-from rootstock.engine.request import ResolvedSampling, StopParams
-from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.errors import InvalidParameter, RequestError, shown
 
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # for reasoning: a template has one of them, or none
 _EFFORT = "reasoning_effort"

@@ -16,11 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from rootstock.cache.stats import CacheStats
-from rootstock.engine.conversation.types import Medium
-from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
@@ -35,6 +32,9 @@ from rootstock.server.vllm_metrics import (
     add_vllm_engine,
     add_vllm_requests,
 )
+from rootstock.text.conversation.types import Medium
+from rootstock.text.conversation.volatile_heads import DroppedHead
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 

@@ -18,11 +18,6 @@ from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.build import Assembly
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.embedding import EmbeddingEngine
-from rootstock.engine.limits import refuse_surrogates
-from rootstock.engine.output.detect import detect, named, visible_tokens
-from rootstock.engine.prompts.fingerprint import Fingerprints
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
 from rootstock.errors import (
     EngineStopped,
@@ -40,6 +35,11 @@ from rootstock.server.model_slots import AwaitedModel, Loaded, ModelSlot, ModelS
 from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
+from rootstock.text.limits import refuse_surrogates
+from rootstock.text.output.detect import detect, named, visible_tokens
+from rootstock.text.prompts.fingerprint import Fingerprints
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 
 T = TypeVar("T")
 LoadModel = Callable[[ServedModelConfig], Assembly | Embedder]

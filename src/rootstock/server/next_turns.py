@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rootstock.cache.radix_node import CheckpointKind
-from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
-from rootstock.engine.output.deltas import Delta, DeltaParser, WholeAnswer, answer_of
-from rootstock.engine.prompts.next_turn import known_prefixes
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.errors import RootstockError
+from rootstock.text.conversation.types import Conversation
+from rootstock.text.output.deltas import Delta, DeltaParser, WholeAnswer, answer_of
+from rootstock.text.prompts.next_turn import known_prefixes
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from rootstock.engine.limits import MAX_LABEL_CHARS
 from rootstock.errors import Unsupported, shown
 from rootstock.server.anthropic.schema import REFUSED as MESSAGES_REFUSED
 from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -30,6 +29,7 @@ from rootstock.server.openai.schema import (
 )
 from rootstock.server.openai.structured import CONSTRAINT_FIELDS
 from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.text.limits import MAX_LABEL_CHARS
 
 MAX_UNKNOWN_FIELDS = 16
 _ALIKE = 0.75  # two letters of four may be swapped

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from rootstock.engine.constraints.turns import let_others_work, refuse_gone
-from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.errors import ClientGone
+from rootstock.text.constraints.turns import let_others_work, refuse_gone
+from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.units import MIB
 
 T = TypeVar("T")

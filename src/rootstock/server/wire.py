@@ -18,25 +18,8 @@ import numpy as np
 from rootstock.cache.hints import CacheHints
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.clearing import Clearing
-from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
-from rootstock.engine.constraints.compiled import CompiledConstraint
-from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.conversation.media import mentioned, refuse_media
-from rootstock.engine.conversation.template import TemplateInput, template_input
-from rootstock.engine.conversation.types import Conversation, IgnoredField, Medium
-from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.engine import Engine
-from rootstock.engine.limits import MAX_LOGPROBS
-from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
-from rootstock.engine.output.formats import PLAIN, OutputFormat
-from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
-from rootstock.engine.output.parser import OutputParser
-from rootstock.engine.output.reasoning_tokens import CountingParser
-from rootstock.engine.prompts.boundaries import chat_with_boundaries, chat_with_marks
-from rootstock.engine.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
-from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import (
     Event,
     Finished,
@@ -52,10 +35,27 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared
-from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.next_turns import NextTurn, NextTurns
+from rootstock.text.constraints.asked import Constraint, JsonSchema, Lark
+from rootstock.text.constraints.compiled import CompiledConstraint
+from rootstock.text.constraints.compiler import ConstraintCompiler
+from rootstock.text.conversation.media import mentioned, refuse_media
+from rootstock.text.conversation.template import TemplateInput, template_input
+from rootstock.text.conversation.types import Conversation, IgnoredField, Medium
+from rootstock.text.conversation.volatile_heads import DroppedHead, without_volatile_heads
+from rootstock.text.limits import MAX_LOGPROBS
+from rootstock.text.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
+from rootstock.text.output.formats import PLAIN, OutputFormat
+from rootstock.text.output.grammar import call_grammar, call_or_answer_grammar
+from rootstock.text.output.parser import OutputParser
+from rootstock.text.output.reasoning_tokens import CountingParser
+from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
+from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
+from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
+from rootstock.text.prompts.sampled_answers import AnswerPlace
+from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.special_tokens import EscapedNames
-from rootstock.engine.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told, one_part
 from rootstock.errors import ChatTemplateFailed
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.special_tokens import EscapedNames
+from rootstock.text.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told, one_part
 
 
 class ByteTokenizer:

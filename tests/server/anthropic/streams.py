@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rootstock.engine.output.deltas import CallArguments, CallEnded, CallStarted, Delta, TextDelta
 from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.server.anthropic.answers import MessageFormat, MessageWriter, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
+from rootstock.text.output.deltas import CallArguments, CallEnded, CallStarted, Delta, TextDelta
 
 Json = dict[str, Any]
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
 from rootstock.engine.request import Usage
 from rootstock.errors import QueueFull, StepFailed
 from rootstock.server.anthropic.answers import PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.signatures import text_held
 from rootstock.server.wire import ChoiceHistory
+from rootstock.text.output.deltas import Delta, ReasoningDelta, TextDelta
 from server.anthropic.streams import call, events_in, finished, format_of, message_of, streamed
 
 THINKING = [ReasoningDelta("I should "), ReasoningDelta("look.")]

@@ -11,8 +11,6 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, Retention, Verdict
-from rootstock.engine.conversation.types import PrefixMark
-from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.schema import MessagesRequest
@@ -22,6 +20,8 @@ from rootstock.server.hints.headers import MAX_SESSION_CHARS, HeaderHints, heade
 from rootstock.server.hints.sent import NO_HINTS, SentHints, sent_hints
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.responses.schema import ResponseRequest
+from rootstock.text.conversation.types import PrefixMark
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark
 
 Json = dict[str, Any]
 USER = [{"role": "user", "content": "Hello?"}]

@@ -13,7 +13,13 @@ import pytest
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.output.deltas import (
+from rootstock.runtime.base import Batch, Logits
+from rootstock.server.app import create_app
+from rootstock.server.listen import running
+from rootstock.server.wire import PreparedChat, ServedModel
+from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
@@ -22,13 +28,7 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from rootstock.engine.output.reasoning_tokens import CountingParser
-from rootstock.runtime.base import Batch, Logits
-from rootstock.server.app import create_app
-from rootstock.server.listen import running
-from rootstock.server.wire import PreparedChat, ServedModel
-from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
-from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.output.reasoning_tokens import CountingParser
 
 ASSISTANT = 256 + ByteTokenizer.SPECIAL.index("<|assistant|>")
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.constraints.asked import Lark
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, RootstockError, Unsupported
+from rootstock.server.responses.items import messages_of
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.tools import ClientTool, Kind, Toolbox, tool_choice_of
+from rootstock.text.constraints.asked import Lark
+from rootstock.text.conversation.types import (
     Message,
     PrefixMark,
     Reasoning,
@@ -17,11 +21,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import MAX_MESSAGES
-from rootstock.errors import InvalidParameter, RootstockError, Unsupported
-from rootstock.server.responses.items import messages_of
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.tools import ClientTool, Kind, Toolbox, tool_choice_of
+from rootstock.text.limits import MAX_MESSAGES
 
 Json = dict[str, Any]
 

@@ -10,8 +10,6 @@ from pydantic import BaseModel
 
 from rootstock.cache.hints import HintOutcome
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.output.deltas import DeltaParser
-from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError
 from rootstock.server.anthropic.blocks import (
@@ -27,6 +25,8 @@ from rootstock.server.anthropic.errors import error_body
 from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
+from rootstock.text.output.deltas import DeltaParser
+from rootstock.text.output.reasoning_tokens import parsed_answer, reasoning_tokens
 
 
 class MessageUsage(BaseModel):

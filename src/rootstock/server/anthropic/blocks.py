@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from rootstock.engine.output.deltas import (
+from rootstock.server.anthropic.json_prefix import JsonPrefix
+from rootstock.server.anthropic.signatures import holding, signature_of
+from rootstock.server.anthropic.tool_use_ids import tool_use_id
+from rootstock.server.wire import Json
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
@@ -16,10 +20,6 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from rootstock.server.anthropic.json_prefix import JsonPrefix
-from rootstock.server.anthropic.signatures import holding, signature_of
-from rootstock.server.anthropic.tool_use_ids import tool_use_id
-from rootstock.server.wire import Json
 
 
 @dataclass(frozen=True, slots=True)

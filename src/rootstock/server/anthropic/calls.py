@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from rootstock.engine.constraints.asked import Constraint
-from rootstock.engine.constraints.json_schema import json_schema_of
-from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import PromptTextTooLong
 from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
@@ -18,6 +14,10 @@ from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
 from rootstock.server.hints.sent import sent_hints
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.text.constraints.asked import Constraint
+from rootstock.text.constraints.json_schema import json_schema_of
+from rootstock.text.conversation.types import Conversation
+from rootstock.text.prompts.salt import salt_of
 
 
 def messages_call(

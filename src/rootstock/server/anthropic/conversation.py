@@ -7,9 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
-from rootstock.engine.conversation.media import medium_line, medium_of
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
+from rootstock.server.anthropic.signatures import text_held
+from rootstock.server.anthropic.tool_use_ids import call_id_of
+from rootstock.text.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
+from rootstock.text.conversation.media import medium_line, medium_of
+from rootstock.text.conversation.types import (
     Conversation,
     Medium,
     MediumKind,
@@ -24,7 +28,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import (
+from rootstock.text.limits import (
     MAX_CONTENT_PARTS,
     MAX_MARKS,
     MAX_NAME_CHARS,
@@ -35,10 +39,6 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
-from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
-from rootstock.server.anthropic.signatures import text_held
-from rootstock.server.anthropic.tool_use_ids import call_id_of
 
 ROLES = ("user", "assistant", "system")
 

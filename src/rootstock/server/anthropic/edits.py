@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rootstock.engine.conversation.marks import marks_in
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.text.conversation.marks import marks_in
+from rootstock.text.conversation.types import (
     Conversation,
     Message,
     Part,
@@ -21,8 +22,7 @@ from rootstock.engine.conversation.types import (
     ToolCall,
     ToolResult,
 )
-from rootstock.engine.limits import MAX_TOOLS, refuse_more_than, refuse_other_text
-from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.text.limits import MAX_TOOLS, refuse_more_than, refuse_other_text
 
 _CLEARED = "[cleared]"
 _KEPT_THINKING_TURNS = 1  # Anthropic's defaults

@@ -14,21 +14,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of
-from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.limits import (
-    MAX_LABEL_CHARS,
-    MAX_MESSAGES,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
-    refuse_deep,
-    refuse_large,
-    refuse_other_text,
-    refuse_surrogates,
-)
 from rootstock.engine.request import StopParams
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.conversation import conversation_of
@@ -47,6 +32,21 @@ from rootstock.server.fields import (
     null_if,
 )
 from rootstock.server.hints.fields import HintFields
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.conversation.marks import CACHE_CONTROL, cache_control_of
+from rootstock.text.conversation.types import Conversation
+from rootstock.text.limits import (
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+    refuse_deep,
+    refuse_large,
+    refuse_other_text,
+    refuse_surrogates,
+)
 
 DISPLAYS = ("summarized", "omitted", "updates")
 MAX_EDITS = 2  # of each kind one

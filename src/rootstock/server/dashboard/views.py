@@ -14,16 +14,16 @@ from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.activity import Activity, LiveRequest, Miss, Outcome
-from rootstock.engine.prompts.explained import volatile_in_words
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import allowed_models, is_operator, may_read_prompts
 from rootstock.server.access_rules import AccessRules
 from rootstock.server.model_slots import ModelSlot, Unloaded
 from rootstock.server.models import ModelRegistry, adapters_of
 from rootstock.server.wire import Json
+from rootstock.text.prompts.explained import volatile_in_words
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 WINDOWS_S = (60, 300, 900)
 MAX_REQUESTS = 100  # of the live ones that a page shows; the first come first

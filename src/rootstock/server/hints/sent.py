@@ -27,17 +27,17 @@ from rootstock.cache.hints import (
     Retention,
     Verdict,
 )
-from rootstock.engine.conversation.marks import duration_s
-from rootstock.engine.conversation.types import IgnoredField
-from rootstock.engine.limits import MAX_MARKS, MAX_NAME_CHARS
-from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Finished, TokenEvent
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import Wire
 from rootstock.server.hints.directives import MAX_DIRECTIVES, directive_of, refuse_rising
 from rootstock.server.hints.fields import HintFields, NvExt
 from rootstock.server.hints.headers import FINAL, PRIORITY, STRICT_PRIORITY, HeaderHints
+from rootstock.text.conversation.marks import duration_s
+from rootstock.text.conversation.types import IgnoredField
+from rootstock.text.limits import MAX_MARKS, MAX_NAME_CHARS
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark
+from rootstock.text.prompts.salt import salt_of
 
 Json = dict[str, Any]
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.server.cache_diagnostics import openai_diagnose
@@ -29,6 +26,9 @@ from rootstock.server.openai.schema import (
     StreamOptions,
 )
 from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel
+from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
+from rootstock.text.prompts.salt import salt_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock.engine.output.deltas import (
+from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
+from rootstock.server.json_pieces import LazyList, items_text
+from rootstock.server.logprobs import logprob_body, slices
+from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
@@ -20,12 +24,8 @@ from rootstock.engine.output.deltas import (
     WholeCall,
     answer_of,
 )
-from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
-from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.server.json_pieces import LazyList, items_text
-from rootstock.server.logprobs import logprob_body, slices
-from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.output.reasoning_tokens import parsed_answer, reasoning_tokens
+from rootstock.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import numpy as np
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.json_pieces import Kept, LazyList, items_text
 from rootstock.server.logprobs import LEAST_LOGPROB, slices
 from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 
 @dataclass(frozen=True, slots=True)

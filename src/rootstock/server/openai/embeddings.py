@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.embedding import Embedded, EmbeddingJob
-from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 from rootstock.engine.request import Usage
 from rootstock.errors import EmptyPrompt, InputTooLong, InvalidParameter, RootstockError, Unsupported
 from rootstock.runtime.base import EmbedderDescription
@@ -31,6 +30,7 @@ from rootstock.server.models import ModelRegistry, unless_gone
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.request_report import RequestReport
 from rootstock.server.wire import Json
+from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 
 MAX_INPUT_TOKENS = 300_000  # of one request, as OpenAI's
 _LONG_ANSWER_NUMBERS = 2_048  # an answer with more of them is not encoded on the event loop

@@ -15,22 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.constraints.asked import Constraint
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.types import Conversation, IgnoredField
 from rootstock.engine.idle.prefills import MOST_OF_OWNER
-from rootstock.engine.limits import (
-    MAX_CHOICES,
-    MAX_DOCUMENTS_CHARS,
-    MAX_LABEL_CHARS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    refuse_deep,
-    refuse_large,
-)
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
     USUAL_VERBOSITY,
@@ -51,6 +36,21 @@ from rootstock.server.hints.fields import HintFields
 from rootstock.server.openai.chat_answers import CallStyle
 from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.constraints.asked import Constraint
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.types import Conversation, IgnoredField
+from rootstock.text.limits import (
+    MAX_CHOICES,
+    MAX_DOCUMENTS_CHARS,
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    refuse_deep,
+    refuse_large,
+)
+from rootstock.text.tokenizer import ModelTokenizer
 
 Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ToolList = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]

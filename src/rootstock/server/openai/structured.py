@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rootstock.engine.constraints.asked import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.text.constraints.asked import (
     ANY_JSON_OBJECT,
     Choice,
     Constraint,
@@ -14,9 +15,8 @@ from rootstock.engine.constraints.asked import (
     Lark,
     Regex,
 )
-from rootstock.engine.constraints.json_schema import json_schema_of, named_schema
-from rootstock.engine.limits import refuse_surrogates
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.text.constraints.json_schema import json_schema_of, named_schema
+from rootstock.text.limits import refuse_surrogates
 
 _NEUTRAL: tuple[Any, ...] = ("", [], {}, False)
 _OF_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rootstock.engine.conversation.types import Conversation, Message, Text
-from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import ResolvedSampling
 from rootstock.errors import (
     HistoryTooLong,
@@ -41,6 +38,9 @@ from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.text.conversation.types import Conversation, Message, Text
+from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
+from rootstock.text.prompts.salt import salt_of
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
 MAX_RESPONSE_LOGPROBS = 131_072

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rootstock.engine.output.deltas import CallEnded, Delta, DeltaParser, ReasoningDelta, TextDelta
 from rootstock.errors import InvalidParameter
 from rootstock.server.responses.output import Event, OutputSettings
 from rootstock.server.wire import Json
+from rootstock.text.output.deltas import CallEnded, Delta, DeltaParser, ReasoningDelta, TextDelta
 
 TRIGGER = "compaction_trigger"  # the last item of an input whose answer is a compaction
 KINDS = frozenset(

@@ -10,11 +10,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
-from rootstock.engine.conversation.media import medium_of, name_of
-from rootstock.engine.conversation.openai import arguments_of
-from rootstock.engine.conversation.template import template_tool
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.responses.compaction import KINDS as COMPACTIONS
+from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
+from rootstock.server.responses.compaction import shown as compaction_text
+from rootstock.server.responses.tools import Toolbox, kept_tool, shown_name
+from rootstock.server.wire import Json
+from rootstock.text.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
+from rootstock.text.conversation.media import medium_of, name_of
+from rootstock.text.conversation.openai import arguments_of
+from rootstock.text.conversation.template import template_tool
+from rootstock.text.conversation.types import (
     Message,
     Part,
     Reasoning,
@@ -23,7 +29,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import (
+from rootstock.text.limits import (
     MAX_CONTENT_PARTS,
     MAX_LABEL_CHARS,
     MAX_MARKS,
@@ -33,12 +39,6 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
-from rootstock.server.responses.compaction import KINDS as COMPACTIONS
-from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
-from rootstock.server.responses.compaction import shown as compaction_text
-from rootstock.server.responses.tools import Toolbox, kept_tool, shown_name
-from rootstock.server.wire import Json
 
 Unseal = Callable[[str], str | None]  # a sealed reasoning text, or None if this server cannot open it
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rootstock.engine.output.deltas import (
+from rootstock.server.responses.tools import ClientTool, Kind, Toolbox
+from rootstock.server.wire import Json
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
@@ -18,8 +20,6 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from rootstock.server.responses.tools import ClientTool, Kind, Toolbox
-from rootstock.server.wire import Json
 
 Event = tuple[str, Json]  # its type, and its fields without type and number
 

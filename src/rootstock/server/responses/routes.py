@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, NoReturn
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
@@ -28,6 +27,7 @@ from rootstock.server.responses.answers import (
 from rootstock.server.responses.calls import Responses, input_items, parsed
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.store import StoredResponse
+from rootstock.text.prompts.salt import salt_of
 
 # The engine's names of fields.
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}

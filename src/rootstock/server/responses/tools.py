@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rootstock.engine.conversation.openai import custom_tool
-from rootstock.engine.conversation.types import Tool, ToolChoice
-from rootstock.engine.limits import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.text.conversation.openai import custom_tool
+from rootstock.text.conversation.types import Tool, ToolChoice
+from rootstock.text.limits import (
     MAX_NAME_CHARS,
     MAX_TEMPLATE_CHARS,
     MAX_TOOLS,
@@ -23,7 +24,6 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 
 # Agents send these with every request, whatever the server has. The answer names those that it has ignored.
 _IGNORED = frozenset(
