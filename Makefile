@@ -26,6 +26,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python bench/show/k1_way_of_a_request.py
 
 # A process per processor, four at most: each of them loads torch and models. ARGS are further arguments for pytest.
 test: setup
