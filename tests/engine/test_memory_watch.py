@@ -17,7 +17,7 @@ from rootstock.engine.build import assemble
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.kv_budget import FREE_SHARES, auto_budget_bytes, auto_shared_bytes
 from rootstock.engine.memory_watch import (
-    IDLE_RETRY_S,
+    HELD_RETRY_S,
     SAMPLE_S,
     MemoryGuard,
     MemoryWatch,
@@ -412,7 +412,7 @@ def test_idle_work_waits_near_the_limit_and_goes_on_afterwards() -> None:
     bench.engine.prefill_in_idle_time(IdlePrefill(IdleKind.WARM, tokens, "", None))
     bench.engine.step()
     assert not bench.engine.work_idly()
-    assert bench.engine.next_overdue_s == IDLE_RETRY_S, "it sleeps, and does not spin"
+    assert bench.engine.next_overdue_s == HELD_RETRY_S, "it sleeps, and does not spin"
     process.footprint = 0
     while bench.engine.work_idly():
         pass

@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.helpers import Bench, numbers
 from rootstock.config import TierConfig
+from rootstock.engine.request import PromptTokens
 from rootstock.engine.speculation.proposer import Proposer
-from rootstock.engine.stats import PromptTokens
 from rootstock.units import MIB
 
 PROMPT = numbers(1, 40)

@@ -14,9 +14,9 @@ from enum import StrEnum
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.request import Aborted, Failed, Finished, RequestId, Terminal
+from rootstock.engine.parts import Part
+from rootstock.engine.request import Aborted, Failed, Finished, PromptTokens, RequestId, Terminal
 from rootstock.engine.sequence import Loading, Phase, Preempted, Sequence
-from rootstock.engine.stats import PromptTokens
 
 SPAN_S = 10.0  # of one entry of the history of hits
 HISTORY_S = 15 * 60.0
@@ -92,7 +92,7 @@ class _Span:
     by_salt: dict[str, Hits] = field(default_factory=dict)
 
 
-class Activity:
+class Activity(Part):
     """Record of the hits, misses and ends of an engine's latest requests. Bounded in number and in time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

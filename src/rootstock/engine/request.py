@@ -184,6 +184,30 @@ class Logprobs:
             yield TokenLogprob(token, logprob, tuple(zip(tokens, logprobs, strict=True)))
 
 
+@dataclass(slots=True)
+class PromptTokens:
+    """Tokens of prompts that were computed to their end, by the source of their K/V."""
+
+    memory: int = 0
+    host: int = 0  # loaded from the host's RAM
+    disk: int = 0  # loaded from the disk
+    computed: int = 0
+
+    @property
+    def loaded(self) -> int:
+        return self.host + self.disk
+
+    @property
+    def all(self) -> int:
+        return self.memory + self.loaded + self.computed
+
+    def add(self, other: PromptTokens) -> None:
+        self.memory += other.memory
+        self.host += other.host
+        self.disk += other.disk
+        self.computed += other.computed
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int

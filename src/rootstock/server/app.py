@@ -211,7 +211,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         elif model is not None:
             slot.card = {
                 "max_model_len": model.context_limit,
-                **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
+                **numbers_of(model.description, model.block_size, model.engine.parts.why_no_drafts),
                 **anthropic_model_fields(name, slot.created, model.context_limit),
             }
         return {

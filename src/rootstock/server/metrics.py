@@ -178,7 +178,7 @@ class _ScrapeCollector(Collector):
                 "cache_dtype": model.description.kv_dtype,
             }
             add_vllm_engine(families, stats, config, vllm_labels)
-            if model.engine.why_no_drafts is None:
+            if model.engine.parts.why_no_drafts is None:
                 add_vllm_drafts(families, stats.counters, vllm_labels)
             if stats.adapters is not None:
                 add_vllm_adapters(families, stats.adapters, vllm_labels)

@@ -65,7 +65,7 @@ def served_model(
     next_turns = None
     if engine.constraints is not None:
         engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
-    if engine.idle_prefills is not None:
+    if engine.parts.idle_prefills is not None:
         next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
     tool_parser = config.tool_parser if own is None else own.tool_parser
     output = detect(tokenizer) if tool_parser == "auto" else named(tool_parser, tokenizer)

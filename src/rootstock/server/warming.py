@@ -75,7 +75,7 @@ def begin_warming(
 
     Raises IdleWorkOff, IdleWorkFull, RateLimited, EngineStopped and the refusals of prompts.
     """
-    if model.engine.idle_prefills is None:
+    if model.engine.parts.idle_prefills is None:
         raise IdleWorkOff()
     # The same prompt has its last token computed: models that cannot resume anywhere need a checkpoint before it.
     tokens = prompt.tokens[:-1] if len(prompt.tokens) > 1 else prompt.tokens

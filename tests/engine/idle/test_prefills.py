@@ -39,8 +39,8 @@ class Idle(Bench):
 
     @property
     def prefills(self) -> IdlePrefills:
-        assert self.engine.idle_prefills is not None
-        return self.engine.idle_prefills
+        assert self.engine.parts.idle_prefills is not None
+        return self.engine.parts.idle_prefills
 
     def warm(
         self, tokens: Sequence[int], kind: IdleKind = IdleKind.WARM, salt: str = "", **more: Any
@@ -54,7 +54,7 @@ class Idle(Bench):
     def idle(self, pieces: int | None = None) -> None:
         """Does so many pieces of idle work, or all."""
         done = 0
-        while self.engine.idle_work.has_work and (pieces is None or done < pieces):
+        while self.engine.parts.idle_work.has_work and (pieces is None or done < pieces):
             self.engine.work_idly()
             self.cache.check()
             done += 1
@@ -352,7 +352,7 @@ def test_a_prefetch_loads_what_a_tier_holds_and_computes_nothing(tmp_path: Path,
             )
         )
         while not ends:
-            while bench.engine.idle_work.has_work:
+            while bench.engine.parts.idle_work.has_work:
                 bench.engine.work_idly()
             if not ends:
                 bench.engine.step(bench.engine._commands.get(timeout=60))
@@ -381,12 +381,12 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         bench.loads.wait_until_reached()
         client = bench.ask([*PROMPT, 1], 3)
         bench.engine.step()
-        assert not bench.engine.idle_work.has_work
+        assert not bench.engine.parts.idle_work.has_work
         bench.loads.open()
         bench.run()
         bench.expect(client)
         assert client.cached_tokens >= 56
         assert not ends, "the prefetch waits for idle time again"
-        while bench.engine.idle_work.has_work:
+        while bench.engine.parts.idle_work.has_work:
             bench.engine.work_idly()
         assert ends == [IdleEnd.CACHED]

@@ -257,7 +257,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
 def test_tokens_of_recent_requests_of_the_namespace_are_drafted() -> None:
     bench = lookup()
     phrase = numbers(2, 40)
-    proposer = bench.engine.proposer
+    proposer = bench.engine.parts.proposer
     assert isinstance(proposer, NgramProposer)
     bench.answer([*numbers(3, 10), *phrase], max_tokens=1)
     client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
@@ -300,7 +300,7 @@ def test_models_with_states_or_one_sequence_per_forward_have_no_drafts() -> None
     bench = Bench(families=(FULL, STATE), proposer=Scripted(lambda generated: [1] * 8))
     bench.expect(bench.answer(numbers(1, 10), 24))
     assert bench.engine.stats().counters.draft_tokens == 0
-    assert bench.engine.why_no_drafts is not None
+    assert bench.engine.parts.why_no_drafts is not None
 
 
 def test_the_option_is_auto_off_or_a_number() -> None:

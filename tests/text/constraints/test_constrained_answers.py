@@ -166,8 +166,8 @@ def test_drafts_change_no_constrained_answer_and_are_cut_where_the_grammar_forbi
         clients = [ask(on, constraint, seed, 60) for seed in range(3)]
         on.run()
         if drafts:
-            assert isinstance(on.engine.proposer, Eager)
-            assert set(on.engine.proposer.lengths) <= {0, 1, 2}, "no letter is a draft"
+            assert isinstance(on.engine.parts.proposer, Eager)
+            assert set(on.engine.parts.proposer.lengths) <= {0, 1, 2}, "no letter is a draft"
             assert sum(client.finished.usage.accepted_draft_tokens for client in clients) > 0
         return [client.tokens for client in clients]
 

@@ -24,6 +24,7 @@ from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.work import ChunkPace
+from rootstock.engine.parts import Part
 from rootstock.engine.tiers.connector import LoadInFlight, TierConnector
 from rootstock.errors import EngineStopped, IdleWorkFull, PoolsLost
 from rootstock.runtime.base import Batch, Runtime, Segment
@@ -109,7 +110,7 @@ class _Computing:
     lease: Lease
 
 
-class IdlePrefills:
+class IdlePrefills(Part):
     """The prefills that wait for idle time, and the one that runs. Any thread submits; the engine's thread owns the
     rest. `run_soon` queues a function for that thread."""
 
@@ -172,7 +173,7 @@ class IdlePrefills:
             self._open[job] = None
             self._run_soon(lambda: self._queues[prefill.kind].append(job))
 
-    def close(self) -> None:
+    def close(self, *, is_sound: bool = True) -> None:
         """Ends all prefills, and accepts no more."""
         with self._lock:
             self._closed = True
@@ -202,7 +203,11 @@ class IdlePrefills:
         self._put_back(computing.job)
         return True
 
-    def forget(self) -> None:
+    @property
+    def next_poll_s(self) -> None:
+        return None
+
+    def restart(self) -> None:
         self._computing = self._loading = None
         for queue in self._queues.values():
             queue.clear()
@@ -211,7 +216,7 @@ class IdlePrefills:
         for job in left:
             self._end(job, IdleEnd.FAILED)
 
-    def clear(self, namespace: Namespace | None) -> None:
+    def forget(self, namespace: Namespace | None) -> None:
         """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
         for queue in self._queues.values():
             for job in [each for each in queue if is_in(each.scope, namespace)]:
@@ -220,15 +225,17 @@ class IdlePrefills:
         if self._loading is not None and is_in(self._loading[0].scope, namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
-    def drop_adapter(self, adapter: str) -> None:
-        """Drops the prefills of a LoRA adapter, which can be computed no more."""
+    def drop_adapter(self, fingerprint: str) -> None:
         self.pause()
         for queue in self._queues.values():
-            for job in [each for each in queue if each.prefill.adapter == adapter]:
+            for job in [each for each in queue if each.prefill.adapter == fingerprint]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
 
-    def stats(self) -> IdleStats:
+    def stats(self) -> dict[str, IdleStats]:
+        return {"idle": self.idle_stats()}
+
+    def idle_stats(self) -> IdleStats:
         ended: dict[str, dict[str, int]] = {}
         for (kind, end), count in self._ended.items():
             ended.setdefault(kind.value, {})[end.value] = count

@@ -172,8 +172,8 @@ class Feed:
                 engine.now(),
                 engine.health(),
                 engine.requests(),
-                engine.activity.latest_ended(),
-                engine.activity.latest_misses(),
+                engine.parts.activity.latest_ended(),
+                engine.parts.activity.latest_misses(),
                 figures.pool,
                 figures.tier,
                 figures.volatile,
@@ -203,7 +203,7 @@ class Feed:
         names, texts = self._names, self._texts
         sections: Json = {
             "health": health_json(snapshot.health),
-            "rates": rates_json(self._engine.activity, view),
+            "rates": rates_json(self._engine.parts.activity, view),
             "requests": requests_json(snapshot.live, snapshot.ended, view, names),
             "open": sum(view.shows(request.salt) for request in snapshot.live),
             "server": self._server(view),
