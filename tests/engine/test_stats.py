@@ -91,12 +91,6 @@ class Copying(Proposer):
             found.append(np.array([*following[: self._right], *wrong][:room], np.int32))
         return found
 
-    def observe(self, *_: Any) -> None: ...
-
-    def ended(self, *_: Any) -> None: ...
-
-    def forget(self, *_: Any) -> None: ...
-
 
 def test_accepted_draft_tokens_are_counted_by_their_position() -> None:
     made: list[Bench] = []

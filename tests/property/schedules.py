@@ -444,7 +444,7 @@ def _live(
     if connector is not None:
         if engine.parts.hit_verifier is not None:
             engine.parts.hit_verifier.pause()
-            engine.parts.hit_verifier.forget()
+            engine.parts.hit_verifier.restart()
             assert not engine.parts.hit_verifier.counts["differs"], "a false alarm"
             outcome.verified += engine.parts.hit_verifier.counts["agrees"]
         connector.reader.drain()  # loads for requests that are gone

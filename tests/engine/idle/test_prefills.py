@@ -87,7 +87,7 @@ def test_a_request_is_admitted_at_the_next_step_and_uses_the_part_that_is_comput
     prompt, other = numbers(2, 80), numbers(3, 20)
     bench.warm(prompt)
     bench.idle(pieces)
-    computed = bench.prefills.stats().computed_tokens
+    computed = bench.prefills.idle_stats().computed_tokens
     clients = [bench.ask(other, 3), bench.ask([*prompt, 1], 3)]
     before = len(bench.batches)
     bench.engine.step()
@@ -219,7 +219,7 @@ def test_what_was_cached_meanwhile_is_not_computed_again() -> None:
     bench.answer([*prompt, 1], 1)
     bench.idle()
     assert bench.ends == [IdleEnd.CACHED]
-    assert bench.prefills.stats().computed_tokens == 0
+    assert bench.prefills.idle_stats().computed_tokens == 0
 
 
 def test_the_most_urgent_kind_is_first_and_old_work_expires() -> None:
@@ -232,7 +232,7 @@ def test_the_most_urgent_kind_is_first_and_old_work_expires() -> None:
     bench.warm(numbers(3, 20), IdleKind.NEXT_TURN)
     clock.now_s += MAX_AGE_S[IdleKind.NEXT_TURN] + 1
     bench.idle()
-    ended = bench.prefills.stats().ended
+    ended = bench.prefills.idle_stats().ended
     assert ended["next_turn"]["expired"] >= 1
     assert ended["warm"] == {"cached": 1}
 

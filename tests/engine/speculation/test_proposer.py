@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Families, numbers
-from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
-from rootstock.engine.speculation.proposer import NgramProposer, why_not
+from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
@@ -24,7 +23,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 Draft = Callable[[list[int]], Sequence[int]]  # from the generated tokens
 
 
-class Scripted:
+class Scripted(Proposer):
     """A proposer whose drafts a test makes from the generated tokens."""
 
     def __init__(self, draft: Draft) -> None:
@@ -34,15 +33,6 @@ class Scripted:
     def drafts(self, sequences: Sequence[Running], leases: Sequence[Lease], room: int) -> list[Tokens]:
         self.rooms.append(room)
         return [np.array(self._draft(sequence.generated)[:room], np.int32) for sequence in sequences]
-
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        pass
-
-    def ended(self, sequence: Running, lease: Lease) -> None:
-        pass
-
-    def forget(self, namespace: Namespace | None = None) -> None:
-        pass
 
 
 def rightly(answer: list[int], most: int = 5) -> Scripted:
