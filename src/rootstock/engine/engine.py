@@ -34,7 +34,7 @@ from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
 from rootstock.engine.activity import LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
-from rootstock.engine.clearing import Clearing, ModelNamespaces
+from rootstock.engine.clearing import CacheClearer, Clearing, ModelNamespaces
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.idle.prefills import IdlePrefill
 from rootstock.engine.limits import RequestLimits
@@ -62,13 +62,11 @@ from rootstock.errors import (
     AdapterNotLoaded,
     BundleRefused,
     CacheMisuse,
-    ClearFailed,
-    ClearUnderWay,
     EngineStopped,
     IdleWorkOff,
 )
 from rootstock.runtime.adapter_files import read_adapter
-from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.base import Runtime
 from rootstock.text.constraints.compiler import ConstraintCompiler
 from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.detokenizer import Detokenizer
@@ -105,7 +103,7 @@ class Engine:
         self._config = config = config or EngineConfig()
         self._tokenizer = tokenizer
         self._clock = clock
-        self._limits = _limits(runtime.description, cache, config, tokenizer)
+        self._limits = RequestLimits.of(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
         self.parts = EngineParts.of(
             self, runtime, cache, config, clock, tier_connector, verify_hits, proposer, memory_watch
@@ -120,7 +118,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds
-        self._clearing = threading.Lock()  # held while one tenant's records in the tiers are cleared
+        self._clearer = CacheClearer(self.call, cache, self.parts, tier_connector)
         self._thread: threading.Thread | None = None
         self._device: DeviceThread | None = None  # whose thread it is; None: the engine's own
         self._wake: Callable[[], None] = lambda: None
@@ -494,46 +492,7 @@ class Engine:
 
         Raises ClearUnderWay, EngineStopped, and ClearFailed if records may remain on the disk.
         """
-        namespaces = clearing.namespaces(self.namespaces)
-        connector = self.tier_connector if clearing.disk else None
-        kept: list[bool] = []
-
-        def clear() -> Cleared:
-            before = self._cache.pools.owned_bytes
-            blocks, later = 0, False
-            for namespace in namespaces or (None,):
-                if clearing.memory:
-                    blocks += self._clear_memory(namespace)
-                if connector is not None and namespace is not None:
-                    connector.forget(namespace)
-                elif connector is not None:
-                    later = not connector.clear()
-                    kept.append(connector.clear_failed)
-            return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
-
-        if connector is None or not namespaces:
-            cleared = self.call(clear)
-        else:
-            if not self._clearing.acquire(blocking=False):
-                raise ClearUnderWay()
-            try:
-                cleared = self.call(clear)
-                # On the caller's thread: the disk must not delay other tenants' requests.
-                kept += [not connector.clear_below(namespace) for namespace in namespaces]
-                # Stores that ended in between have added records to the index.
-                self.call(clear)
-            finally:
-                self._clearing.release()
-        if any(kept):
-            raise ClearFailed("the disk failed, or could not be opened at the start")
-        return cleared
-
-    def _clear_memory(self, namespace: Namespace | None) -> int:
-        """Clears a namespace, or all. Returns the number of blocks that became free. For the engine's thread."""
-        self.parts.idle_work.pause()  # its leases protect cached rows
-        for act in self._hooks.forget:
-            act(namespace)
-        return self._cache.clear(namespace)
+        return self._clearer.clear(clearing, clearing.namespaces(self.namespaces))
 
     def health(self) -> Health:
         """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
@@ -710,19 +669,3 @@ class Engine:
         """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
         for _ in range(self._commands.qsize()):
             self._commands.get_nowait()()  # only this thread takes from the queue
-
-
-def _limits(
-    described: ModelDescription, cache: KVCache, config: EngineConfig, tokenizer: ModelTokenizer | None
-) -> RequestLimits:
-    limits = [described.context_limit, cache.capacity_tokens]
-    if config.context_limit is not None:
-        limits.append(config.context_limit)
-    # The tokenizer of a fine-tuned model often has an end of turn that the model's configuration does not name.
-    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
-    return RequestLimits(
-        min(limits),
-        described.vocab_size,
-        tuple(dict.fromkeys((*described.eos_token_ids, *of_tokenizer))),
-        makes_text=tokenizer is not None,
-    )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rootstock.cache import KVCache
+from rootstock.config import EngineConfig
 from rootstock.engine.request import Request
 from rootstock.engine.sampling import leaves_no_token
 from rootstock.errors import CompletionTooLong, EmptyPrompt, InvalidParameter, PromptTooLong
+from rootstock.runtime.base import ModelDescription
+from rootstock.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,26 @@ class RequestLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     makes_text: bool  # False: there is no tokenizer, and no stop string can be found
+
+    @classmethod
+    def of(
+        cls,
+        described: ModelDescription,
+        cache: KVCache,
+        config: EngineConfig,
+        tokenizer: ModelTokenizer | None,
+    ) -> RequestLimits:
+        limits = [described.context_limit, cache.capacity_tokens]
+        if config.context_limit is not None:
+            limits.append(config.context_limit)
+        # The tokenizer of a fine-tuned model often has an end of turn that the model's configuration does not name.
+        of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
+        return cls(
+            min(limits),
+            described.vocab_size,
+            tuple(dict.fromkeys((*described.eos_token_ids, *of_tokenizer))),
+            makes_text=tokenizer is not None,
+        )
 
     def end_tokens(self, request: Request) -> tuple[int, ...]:
         """Returns the tokens that end the answer."""

@@ -48,7 +48,6 @@ from rootstock.server.errors import (
 )
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
-from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
@@ -159,13 +158,11 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/chat/completions")
-    async def chat(
-        body: ChatCompletionRequest, request: Request, tenant: Tenant, head: HeadHints
-    ) -> Response:
+    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
             return await answerer.answer(
-                body.model, lambda model: chat_call(model, body, tenant, head), request
+                body.model, lambda model, head: chat_call(model, body, tenant, head), request
             )
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
@@ -173,12 +170,10 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
             raise
 
     @router.post("/v1/completions")
-    async def completion(
-        body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
-    ) -> Response:
+    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
         return await answerer.answer(
-            body.model, lambda model: completion_call(model, body, tenant, head), request
+            body.model, lambda model, head: completion_call(model, body, tenant, head), request
         )
 
     return router

@@ -53,13 +53,11 @@ def openai_diagnose(
     return partial(openai_diagnostics, comparison=found)
 
 
-def openai_fields(diagnose: Diagnose | None, ends: Iterable[Finished]) -> Json:
-    """Returns the field that a response has if its request asks for it.
+def openai_fields(diagnose: Diagnose, ends: Iterable[Finished]) -> Json:
+    """Returns the field of a response whose request asks for it.
 
     Of several choices it tells of the one that found the fewest tokens, as the usage does.
     """
-    if diagnose is None:
-        return {}
     found = [end.diagnosis for end in ends if end.diagnosis is not None]
     told = diagnose(min(found, key=lambda diagnosis: diagnosis.cached_tokens)) if found else None
     return {"prompt_cache_diagnostics": told}

@@ -19,6 +19,7 @@ from rootstock.server.access import meter_of
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, SendText, total_usage
+from rootstock.server.hints.headers import HINT_HEADERS, NO_HEAD, HeaderHints, header_hints
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
@@ -45,9 +46,11 @@ class Answerer:
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
     async def answer(
-        self, asked: str | None, make_call: Callable[[ServedModel], Call], request: HttpRequest
+        self, asked: str | None, make_call: Callable[[ServedModel, HeaderHints], Call], request: HttpRequest
     ) -> Response:
         """Answers the call that `make_call` renders and tokenizes for the asked model, on another thread.
+
+        It also gets the hints of the request's head.
 
         Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
@@ -55,14 +58,17 @@ class Answerer:
         meter = meter_of(request)
         generation = Generation(self._bridge_of_this_loop(), meter)
 
+        head = NO_HEAD
+        if any(name in HINT_HEADERS for name, _ in request.scope["headers"]):
+            head = header_hints(request.headers)
+
         def begin(model: ServedModel) -> Call:
-            call = make_call(model)
+            call = make_call(model, head)
             call.refuse_too_many_logprobs(model.context_limit)
             meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
             generation.submit(model.engine, report.submitted(call))
-            self._metrics.dropped(call.dropped)
-            self._metrics.tools_ignored(call.ignored_tools)
-            self._metrics.media_mentioned(call.media)
+            if call.dropped or call.ignored_tools or call.media:
+                self._metrics.left_out(call)
             return call
 
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,8 +32,7 @@ from rootstock.server.vllm_metrics import (
     add_vllm_engine,
     add_vllm_requests,
 )
-from rootstock.text.conversation.types import Medium
-from rootstock.text.conversation.volatile_heads import DroppedHead
+from rootstock.server.wire import Call
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
@@ -110,17 +109,15 @@ class Metrics:
         """Counts a response, of any route, by the names that vLLM's server has for it."""
         self.responses.labels(route, method, f"{status // 100}xx").inc()
 
-    def dropped(self, heads: Iterable[DroppedHead]) -> None:
-        for head in heads:
+    def left_out(self, call: Call) -> None:
+        """Counts what the model does not see of a request."""
+        for head in call.dropped:
             self.dropped_blocks.labels(head.begins).inc()
             self.dropped_chars.labels(head.begins).inc(head.chars)
 
-    def tools_ignored(self, types: Iterable[str]) -> None:
-        for type in types:
+        for type in call.ignored_tools:
             self.ignored_tools.labels(type).inc()
-
-    def media_mentioned(self, media: Iterable[Medium]) -> None:
-        for kind, count in Tally(medium.kind for medium in media).items():
+        for kind, count in Tally(medium.kind for medium in call.media).items():
             self.unread_media.labels(kind).inc(count)
 
     def refused(self, error: RootstockError) -> None:

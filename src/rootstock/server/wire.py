@@ -37,6 +37,9 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
+from rootstock.server.hints.fields import HintFields
+from rootstock.server.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.hints.sent import HINT_FIELDS, NO_HINTS, SentHints, sent_hints
 from rootstock.server.next_turns import NextTurn, NextTurns
 from rootstock.text.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.text.constraints.compiled import CompiledConstraint
@@ -53,7 +56,7 @@ from rootstock.text.output.parser import OutputParser
 from rootstock.text.output.reasoning_tokens import CountingParser
 from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
+from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PlacedMark, PromptTokenizer, escaped
 from rootstock.text.prompts.sampled_answers import AnswerPlace
 from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
 
@@ -206,6 +209,22 @@ class Call:
                 count=count,
                 limit=MAX_LOGPROBS,
             )
+
+
+def hints_of(
+    body: HintFields,
+    head: HeaderHints,
+    tenant: str,
+    marks: Sequence[PlacedMark] = (),
+    warnings: tuple[IgnoredField, ...] = (),
+) -> SentHints:
+    """Returns the hints of a request, and warnings about its other fields.
+
+    Raises InvalidParameter and Unsupported.
+    """
+    if head is NO_HEAD and not marks and not warnings and HINT_FIELDS.isdisjoint(body.model_fields_set):
+        return NO_HINTS
+    return sent_hints(body, head, tenant, getattr(body, "cache_salt", None), marks, warnings)
 
 
 def _most_tokens(request: Request, context_limit: int) -> int:

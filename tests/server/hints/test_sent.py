@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi import Request
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 
 from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, Retention, Verdict
 from rootstock.engine.request import Finished, TokenEvent, Usage
@@ -37,7 +36,7 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 def head(**headers: str) -> HeaderHints:
     """Returns the hints of headers, whose names have "_" for "-"."""
     sent = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
-    return asyncio.run(header_hints(Request({"type": "http", "headers": sent})))
+    return header_hints(Headers(raw=sent))
 
 
 def read(

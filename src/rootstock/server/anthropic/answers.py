@@ -114,7 +114,8 @@ class MessageFormat:
         blocks = WholeBlocks.of(parsed_answer(parser, history.texts()), self.style)
         message = self.message(blocks.content, usage.cached_tokens, usage.completion_tokens, history.end)
         message["usage"] |= thinking_tokens(parser)
-        message |= self.prompt.hints.told([history.end])
+        if self.prompt.hints is not NO_HINTS:
+            message |= self.prompt.hints.told([history.end])
         return message | self.ending(history.end, blocks.has_calls, self.edits())
 
     def message(
@@ -219,8 +220,9 @@ class MessageWriter:
         delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None})
         told = self._format.prompt.body(usage.cached_tokens, usage.completion_tokens)
         told |= thinking_tokens(self._parser)
-        hints = self._format.prompt.hints.told(ends)
-        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits(), **hints}
+        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits()}
+        if self._format.prompt.hints is not NO_HINTS:
+            last |= self._format.prompt.hints.told(ends)
         return _event(last) + _event({"type": "message_stop"})
 
     def error(self, error: RootstockError) -> str:

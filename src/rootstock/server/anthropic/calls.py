@@ -12,8 +12,7 @@ from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import sent_hints
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel, hints_of
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
@@ -33,7 +32,7 @@ def messages_call(
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)

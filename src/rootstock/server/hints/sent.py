@@ -80,6 +80,7 @@ class SentHints:
 
 
 NO_HINTS = SentHints()
+HINT_FIELDS = frozenset(HintFields.model_fields)
 _SEVERITY = (Verdict.ACCEPTED, Verdict.CLIPPED, Verdict.REFUSED)
 
 
@@ -102,7 +103,10 @@ def sent_hints(
     marks: Sequence[PlacedMark] = (),
     warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
-    """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported."""
+    """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported.
+
+    Call it only for a request that has any: `NO_HINTS` are the hints of the others.
+    """
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
     found = _Reader(body, headers, marks).read(tenant)

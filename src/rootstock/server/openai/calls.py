@@ -14,7 +14,7 @@ from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import SentHints, sent_hints
+from rootstock.server.hints.sent import SentHints
 from rootstock.server.openai.answers import ChoiceFormat, OpenAIFormat
 from rootstock.server.openai.chat_answers import ChatFormat
 from rootstock.server.openai.completion_answers import CompletionFormat, Echo, Prompt
@@ -25,7 +25,7 @@ from rootstock.server.openai.schema import (
     GenerationFields,
     StreamOptions,
 )
-from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel
+from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel, hints_of
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.text.prompts.salt import salt_of
@@ -46,8 +46,10 @@ def chat_call(
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
-    diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+    diagnose = None
+    if body.prompt_cache_options is not None:
+        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
@@ -82,7 +84,7 @@ def completion_call(
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
     prompts = prompts_of(sent, model.tokenizer)
-    hints = sent_hints(body, head, tenant, body.cache_salt)
+    hints = hints_of(body, head, tenant)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,

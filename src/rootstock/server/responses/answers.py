@@ -141,8 +141,8 @@ class Answering:
             completed_at=None if cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=usage_body(usage, self.stored_tokens, reasoning_tokens(parser)),
-            **openai_fields(self.diagnose, [end]),
-            **self.hints.told([end]),
+            **({} if self.diagnose is None else openai_fields(self.diagnose, [end])),
+            **({} if self.hints is NO_HINTS else self.hints.told([end])),
         )
 
     def logprob(self, one: TokenLogprob) -> Json:

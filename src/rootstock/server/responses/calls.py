@@ -26,7 +26,6 @@ from rootstock.errors import (
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.fields import USUAL_VERBOSITY
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import sent_hints
 from rootstock.server.request_bodies import check_shape, count_more_bytes
 from rootstock.server.responses.answers import Answering, CompactionFormat, ResponseFormat
 from rootstock.server.responses.compaction import MAX_SUMMARY_TOKENS, TRIGGER, stays
@@ -37,7 +36,7 @@ from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel, hints_of
 from rootstock.text.conversation.types import Conversation, Message, Text
 from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.text.prompts.salt import salt_of
@@ -108,8 +107,10 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
-        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+        hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+        diagnose = None
+        if body.prompt_cache_options is not None:
+            diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
         fields = _fields(model, body, prepared, id, sampling)
         answering = Answering(

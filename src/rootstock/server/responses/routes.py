@@ -13,7 +13,6 @@ from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
-from rootstock.server.hints.headers import HeadHints
 from rootstock.server.json_pieces import dumps
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_bodies import BoundedJsonRoute, count_more_bytes
@@ -56,22 +55,22 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
     store = responses.store
 
     @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
-    async def create(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
             return await answerer.answer(
-                body.model, lambda model: responses.call(model, body, tenant, head), request
+                body.model, lambda model, head: responses.call(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error, body)
             raise
 
     @router.post("/compact", responses=_POSTED | {200: {"model": CompactionBody}})
-    async def compact(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+    async def compact(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         """Compacts a conversation: the user's messages, and an item that stands for the rest."""
         try:
             return await answerer.answer(
-                body.model, lambda model: responses.compaction(model, body, tenant, head), request
+                body.model, lambda model, head: responses.compaction(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error, body)
