@@ -352,7 +352,8 @@ class Admission:
         if not pools.can_allocate(rows):
             if not self._can_detach(lease, new_tokens, rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)
-            self._retainer.retain(lease)
+            if lease.hints is not None:
+                self._retainer.retain(lease)
             self._tree.detach(lease)
         self._tree.make_room(rows)
         if full:

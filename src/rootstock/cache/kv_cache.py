@@ -356,8 +356,10 @@ class KVCache:
         )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
-            if counted or (hints is not None and hints.retentions):
+            if hints is not None and (counted or hints.retentions):
                 self._retainer.begin(hints, answer.lease)
+            elif counted:
+                self._retainer.tenants.note(None, match.scope.namespace.salt, self._clock())
             if share is not None:
                 share.observe_prompt(known_tokens, len(match.tokens))
             if counted and tier_hit is None:  # else `loaded` counts it
@@ -513,7 +515,8 @@ class KVCache:
         self._require_lease("detach", lease)
         if lease.node is None:
             raise CacheMisuse("detach", f"{lease!r} is out of the tree already")
-        self._retainer.retain(lease)
+        if lease.hints is not None:
+            self._retainer.retain(lease)
         self.tree.detach(lease)
 
     def request_checkpoint(self, lease: Lease, position: int) -> None:
@@ -620,10 +623,11 @@ class KVCache:
                 if not self.pools.resume_anywhere and reason.keeps_state:
                     self._checkpoints.leave_at_end(lease)
         comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
-        if lease.hints is not None and lease.hints.ends_session and not comes_back:
-            self._retainer.end_session(lease)
-        self._retainer.retain(lease)
-        self._retainer.end(lease, comes_back=comes_back)
+        if lease.hints is not None:
+            if lease.hints.ends_session and not comes_back:
+                self._retainer.end_session(lease)
+            self._retainer.retain(lease)
+            self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 
     def discard(self, lease: Lease) -> None:
@@ -638,7 +642,8 @@ class KVCache:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
             reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.scope)
             node = None if reached is None else reached[0]
-        self._retainer.end(lease, comes_back=False)
+        if lease.hints is not None:
+            self._retainer.end(lease, comes_back=False)
         self._release_rows(lease)
         if self.write_back is not None:
             self.write_back.distrust(lease.tokens, lease.scope, lease.hit_tokens)

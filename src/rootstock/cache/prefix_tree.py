@@ -461,7 +461,8 @@ class PrefixTree:
                 self.counters.idle_tokens += end - position
                 self._count_unasked(node, end - position)
             self.evicted.forget_below(node)
-            self.ledger.resized(node, (end - node.end) * self.token_bytes)
+            if node.grant is not None:
+                self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
             node.last_used = now
             return node
@@ -884,7 +885,8 @@ class PrefixTree:
                 self.counters.idle_evicted_tokens += leaf.end - end
                 self._count_unasked(leaf, end - leaf.end)
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
-            self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
+            if leaf.grant is not None:
+                self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
             self.counters.evicted_blocks += len(gone)
             self.queue.put(leaf)

@@ -83,12 +83,9 @@ class Retainer:
 
     # ------------------------------------------------------------------------------------ at admission
 
-    def begin(self, hints: CacheHints | None, lease: Lease) -> None:
+    def begin(self, hints: CacheHints, lease: Lease) -> None:
         """Decides about the hints of an admitted request; its lease gets the claims and the outcomes."""
         now = self._clock()
-        if hints is None:
-            self.tenants.note(None, lease.namespace.salt, now)
-            return
         self.tenants.note(hints.tenant, lease.namespace.salt, now)
         self._every.expire()
         lease.hints = hints
@@ -139,7 +136,8 @@ class Retainer:
 
     def retain(self, lease: Lease) -> None:
         """Gives the nodes and checkpoints on the lease's path their grants. Call it before the lease is detached."""
-        if lease.node is None or lease.hints is None:
+        assert lease.hints is not None, "only hints retain"
+        if lease.node is None:
             return
         now = self._clock()
         self._every.expire()
@@ -188,7 +186,8 @@ class Retainer:
         """Ends the lease's part in the accounts. Call it when the lease ends."""
         self.retained.promised.pop(lease.id, None)
         hints = lease.hints
-        if hints is None or hints.session is None:
+        assert hints is not None, "only hints have accounts"
+        if hints.session is None:
             return
         self.sessions.end(lease.session, self._clock(), comes_back=comes_back)
         if hints.ends_session and not comes_back:

@@ -132,7 +132,7 @@ class Engine:
             eos = self._limits.eos_token_ids
             self.constraints = ConstraintCompiler(tokenizer, self._limits.vocab_size, eos)
         self.tier_connector = tier_connector
-        self.public_heads = PublicHeads()  # replaced before the first request, if there are any
+        self.public_heads: PublicHeads | None = None  # set before the first request, if there are any
         self._idle = threading.Event()  # set while no request is in the engine
         self._idle.set()
 
@@ -199,6 +199,8 @@ class Engine:
 
     def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
         """Returns the cache namespace of requests with this salt, and of a LoRA adapter by its fingerprint."""
+        if not salt and not adapter:
+            return self._namespace
         return replace(self._namespace, salt=salt, adapter=adapter)
 
     @property
@@ -243,8 +245,10 @@ class Engine:
 
     def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
         """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
-        public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
-        return Scope(self.namespace(salt, adapter), public_tokens)
+        namespace = self.namespace(salt, adapter)
+        if self.public_heads is None or is_chosen_by_client(salt):
+            return Scope(namespace)
+        return Scope(namespace, self.public_heads.longest(tokens))
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.

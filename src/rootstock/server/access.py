@@ -46,6 +46,7 @@ from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
+from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.server.wrong_keys import WrongKeys
 from rootstock.text.prompts.salt import refuse_long
@@ -217,6 +218,12 @@ def caller_of(request: Request) -> Caller:
     return caller if isinstance(caller, Caller) else Caller()
 
 
+def shown_tenant_of(scope: Scope) -> str:
+    """Returns the tenant of a request, as an operator sees it."""
+    request = Request(scope)
+    return shown_tenant(caller_of(request).tenant, request.headers.get(SALT_HEADER, ""))
+
+
 def is_request_of_api(path: str) -> bool:
     """Returns whether a POST to a path is a client's request, which limits count and which has a trace."""
     return path not in OPEN_PATHS and not path.startswith(DASHBOARD)
@@ -279,10 +286,10 @@ def refuse_model_of_others(request: Request, name: str) -> None:
         raise ModelNotAllowed(name)
 
 
-def meter_of(request: Request) -> Meter:
-    """Returns the meter of the request's tokens."""
-    meter = getattr(request.state, _METER, None)
-    return meter if isinstance(meter, Meter) else Meter()
+def meter_of(request: Request) -> Meter | None:
+    """Returns the meter of the request's tokens. None: its tenant has no limits."""
+    meter: Meter | None = getattr(request.state, _METER, None)
+    return meter
 
 
 def is_operator(request: Request) -> bool:
@@ -361,7 +368,7 @@ class Guard:
             async with self._reading_keys:
                 if not self._keys.is_current:  # no other request has read it meanwhile
                     await anyio.to_thread.run_sync(self._keys.reload)
-        session = self._sessions.find(headers)
+        session = self._sessions.find(headers) if b"cookie" in headers else None
         caller = self._keys.caller(headers if session is None else session.headers)
         # A key for some paths has the rights of no key on the others that are open.
         if isinstance(caller, Caller) and caller.may_ask(scope["path"]):
@@ -387,7 +394,8 @@ class Guard:
 
     async def _pass_on_limited(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on within its tenant's limits. Each POST counts, but for probes and the dashboard's."""
-        limits = self._keys.rules.limits_of(tenant)
+        rules = self._keys.rules
+        limits = rules.tenants.get(tenant, rules.default)
         if limits == NO_LIMITS:
             await self._pass_on(scope, receive, send)
             return

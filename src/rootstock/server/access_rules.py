@@ -62,9 +62,6 @@ class AccessRules:
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     default: TenantLimits = NO_LIMITS  # of every other tenant, and of requests without one
 
-    def limits_of(self, tenant: str) -> TenantLimits:
-        return self.tenants.get(tenant, self.default)
-
     @property
     def retained(self) -> RetainedLimits:
         """The limits of retained bytes. A named tenant without one has none."""

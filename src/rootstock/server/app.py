@@ -125,7 +125,7 @@ def create_app(
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(adapter_routes(models, config))
-    app.include_router(embedding_routes(models, answerer, metrics))
+    app.include_router(embedding_routes(models, answerer))
     app.include_router(tokenization_routes(models, answerer))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))

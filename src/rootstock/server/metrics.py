@@ -93,23 +93,24 @@ class Metrics:
             registry.register(own)
             registry.register(_ScrapeCollector(models, self._of_requests, labelled, response_store))
 
-    def timing(self, model: str, tenant: str) -> Timing:
-        """Returns the metrics of an HTTP request. Call it on the event loop's thread."""
-        return self._of_requests.timing(model, tenant)
-
-    def answered(self, route: str, outcome: str) -> None:
-        """Counts the end of an HTTP request: "ok", "error" or "disconnected"."""
-        self.requests.labels(route, outcome).inc()
-
-    def failed(self, route: str, error: RootstockError) -> None:
-        """Counts an error of an HTTP request."""
-        self.errors.labels(route, error.code).inc()
+    def observe(self, info: RequestInfo) -> None:
+        """Counts a request that has ended. Call it on the event loop's thread."""
+        if info.outcome is not None:
+            self.requests.labels(info.route, info.outcome).inc()
+            if info.model:
+                self._of_requests.observe(info)
+            if info.call is not None:
+                self._left_out(info.call)
+        if info.outcome == "error":
+            self.errors.labels(info.route, info.error).inc()
+        elif info.refusal is not None:
+            self.errors.labels(info.route, info.refusal.code).inc()
 
     def responded(self, route: str, method: str, status: int) -> None:
         """Counts a response, of any route, by the names that vLLM's server has for it."""
         self.responses.labels(route, method, f"{status // 100}xx").inc()
 
-    def left_out(self, call: Call) -> None:
+    def _left_out(self, call: Call) -> None:
         """Counts what the model does not see of a request."""
         for head in call.dropped:
             self.dropped_blocks.labels(head.begins).inc()

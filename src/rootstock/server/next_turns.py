@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rootstock.cache.radix_node import CheckpointKind
@@ -13,7 +13,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.errors import RootstockError
 from rootstock.text.conversation.types import Conversation
-from rootstock.text.output.deltas import Delta, DeltaParser, WholeAnswer, answer_of
+from rootstock.text.output.deltas import DeltaParser, answer_of
 from rootstock.text.prompts.next_turn import known_prefixes
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
@@ -25,13 +25,22 @@ MOST_WAIT_S = 30.0  # for a moment in which no request is in the engine
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
+class NextTurn:
+    """The next turn of a conversation, whose answer is not known yet."""
+
     conversation: Conversation
-    answer: WholeAnswer
     salt: str
     tenant: str
-    chars: int
+    prompt_chars: int
+    new_parser: Callable[[], DeltaParser]  # of the answer
     adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    turn: NextTurn
+    texts: Sequence[str]  # of the answer's tokens
+    chars: int
 
 
 class NextTurns:
@@ -49,21 +58,12 @@ class NextTurns:
         self._is_running = False
         self.counts: Counter[str] = Counter()  # answers by outcome: "submitted", "dropped", "failed"
 
-    def of(
-        self, conversation: Conversation, salt: str, tenant: str, prompt_chars: int, adapter: str = ""
-    ) -> NextTurn:
-        """Returns the next turn of a conversation, whose answer is not known yet."""
-
-        def answered(answer: WholeAnswer) -> None:
-            chars = prompt_chars + len(answer.text) + len(answer.reasoning)
-            self._answered(_Answered(conversation, answer, salt, tenant, chars, adapter))
-
-        return NextTurn(answered)
-
-    def _answered(self, answered: _Answered) -> None:
+    def answered(self, turn: NextTurn, texts: Sequence[str]) -> None:
+        """Queues a turn whose answer has ended."""
+        answered = _Answered(turn, texts, turn.prompt_chars + sum(map(len, texts)))
         with self._lock:
             self._waiting.append(answered)
-            own = [each for each in self._waiting if each.tenant == answered.tenant]
+            own = [each for each in self._waiting if each.turn.tenant == turn.tenant]
             if len(own) > MOST_OF_TENANT:
                 self._waiting.remove(own[0])
                 self.counts["dropped"] += 1
@@ -99,58 +99,20 @@ class NextTurns:
             self.counts[outcome] += 1
 
     def _submit(self, answered: _Answered) -> None:
-        salt, tenant = answered.salt, answered.tenant
+        turn, parser = answered.turn, answered.turn.new_parser()
+        answer = answer_of([*parser.push("".join(answered.texts)), *parser.finish()])
         prefixes = known_prefixes(
-            answered.conversation, answered.answer, self._tokenizer, salt, tenant, parse=self._parse
+            turn.conversation, answer, self._tokenizer, turn.salt, turn.tenant, parse=self._parse
         )
         for tokens in prefixes:
             self._engine.prefill_in_idle_time(
                 IdlePrefill(
                     IdleKind.NEXT_TURN,
                     tokens,
-                    salt,
-                    tenant or salt,
+                    turn.salt,
+                    turn.tenant or turn.salt,
                     end=CheckpointKind.ANSWER,
-                    adapter=answered.adapter,
-                    comes_back=bool(answered.answer.calls),
+                    adapter=turn.adapter,
+                    comes_back=bool(answer.calls),
                 )
             )
-
-
-class NextTurn:
-    """The next turn of one conversation. It waits for the end of the answer."""
-
-    def __init__(self, answered: Callable[[WholeAnswer], None]) -> None:
-        self._answered = answered
-        self._is_known = True
-
-    def give_up(self) -> None:
-        """Submits nothing: of several answers, the client goes on with one that is not known."""
-        self._is_known = False
-
-    def parser_around(self, parser: DeltaParser) -> DeltaParser:
-        """Wraps the parser of the answer."""
-        return _ToldParser(parser, self._end)
-
-    def _end(self, answer: WholeAnswer) -> None:
-        if self._is_known:
-            self._answered(answer)
-
-
-class _ToldParser:
-    """A parser that tells the whole answer when it ends."""
-
-    def __init__(self, parser: DeltaParser, ended: Callable[[WholeAnswer], None]) -> None:
-        self._parser = parser
-        self._ended = ended
-        self._deltas: list[Delta] = []
-
-    def push(self, text: str) -> list[Delta]:
-        deltas = self._parser.push(text)
-        self._deltas += deltas
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        deltas = self._parser.finish()
-        self._ended(answer_of([*self._deltas, *deltas]))
-        return deltas

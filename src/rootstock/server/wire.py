@@ -10,7 +10,7 @@ import io
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,6 +66,7 @@ _PROMPT_END_TOKENS = 64  # in which the parser looks for the opening of reasonin
 
 Json = dict[str, Any]
 Diagnose = Callable[[Diagnosis], Json | None]  # returns a diagnosis in the shape of a wire format
+EndOfTurn = Callable[[Sequence[str]], None]  # gets the texts of the answer's tokens
 
 
 class StreamWriter(Protocol):
@@ -182,6 +183,7 @@ class Call:
     dropped: tuple[DroppedHead, ...] = ()  # from the prompt
     ignored_tools: tuple[str, ...] = ()  # their types: the model does not see them
     media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
+    next_turn: EndOfTurn | None = None  # to be called after the response
 
     @property
     def headers(self) -> dict[str, str]:
@@ -247,7 +249,7 @@ class PreparedChat:
     dropped: tuple[DroppedHead, ...] = ()
     ignored: tuple[IgnoredField, ...] = ()
     adapter: str = ""
-    next_turn: NextTurn | None = None  # None: idle work is off
+    next_turn: EndOfTurn | None = None  # None: idle work is off
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -264,8 +266,6 @@ class PreparedChat:
         hints: CacheHints | None = None,
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
-        if choices > 1 and self.next_turn is not None:
-            self.next_turn.give_up()
         return requests_for(
             id,
             [self.prompt.tokens],
@@ -385,37 +385,34 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt, tenant)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        is_text = not output.has_reasoning and not (tools and output.has_calls)
+        new_parser: Callable[[], DeltaParser] = TextOnly
+        if not is_text:
+            new_parser = partial(OutputParser, output, tools, end)
         next_turn = None
         if self.next_turns is not None:
-            next_turn = self.next_turns.of(conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter)
-
-        def told(parser: DeltaParser) -> DeltaParser:
-            return parser if next_turn is None else next_turn.parser_around(parser)
-
-        prepared = PreparedChat(
+            turn = NextTurn(
+                conversation, salt, tenant, 4 * len(prompt.tokens), new_parser, self.adapter
+            )
+            next_turn = partial(self.next_turns.answered, turn)
+        return PreparedChat(
             self.name,
             template,
             prompt,
             salt,
-            lambda: told(TextOnly()),
+            new_parser if is_text else lambda: CountingParser(RememberingParser(new_parser(), prompt.place)),
+            frozenset() if is_text else self.visible_tokens,
             constraint=constraint,
             dropped=dropped,
             ignored=self._ignored(conversation, template),
             next_turn=next_turn,
             adapter=self.adapter,
         )
-        if not output.has_reasoning and not (tools and output.has_calls):
-            return prepared
-
-        def new_parser() -> DeltaParser:
-            return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
-
-        return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 
     def _ignored(self, conversation: Conversation, template: TemplateInput) -> tuple[IgnoredField, ...]:
         reasons = self.output.shows_reasoning
         ignored = [one for one in conversation.ignored if one.wants_reasoning is not reasons]
-        return (*ignored, *mentioned(template.media))
+        return (*ignored, *(mentioned(template.media) if template.media else ()))
 
     def _constraint(
         self,
@@ -461,11 +458,10 @@ class ServedModel:
         choices_per_prompt: int = 1,
         stream: bool = False,
         strict_max_tokens: bool = False,
-        dropped: tuple[DroppedHead, ...] = (),
+        chat: PreparedChat | None = None,
         ignored_tools: tuple[str, ...] = (),
-        media: tuple[Medium, ...] = (),
     ) -> Call:
-        """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
+        """Makes a call, of a chat unless it continues text. Lowers `max_tokens` to the room that the context has, unless it is strict."""
         lowered = None
         if not strict_max_tokens:
             fitted = tuple(request.fitted(self.context_limit) for request in requests)
@@ -473,4 +469,9 @@ class ServedModel:
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
             requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-        return Call(format, requests, choices_per_prompt, stream, lowered, dropped, ignored_tools, media)
+        call = Call(format, requests, choices_per_prompt, stream, lowered, ignored_tools=ignored_tools)
+        if chat is None:
+            return call
+        # Of several answers, the client goes on with one that is not known.
+        next_turn = chat.next_turn if len(requests) == 1 else None
+        return replace(call, dropped=chat.dropped, media=chat.template.media, next_turn=next_turn)

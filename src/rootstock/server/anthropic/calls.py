@@ -52,8 +52,7 @@ def messages_call(
         format,
         chat.requests(id, 1, sampling, stop, diagnose=asked is not None, hints=hints.cache),
         stream=bool(body.stream),
-        dropped=chat.dropped,
-        media=chat.template.media,
+        chat=chat,
     )
 
 

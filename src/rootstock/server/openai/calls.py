@@ -142,8 +142,7 @@ def _call(
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
         strict_max_tokens=bool(body.strict_max_tokens),
-        dropped=() if chat is None else chat.dropped,
-        media=() if chat is None else chat.template.media,
+        chat=chat,
     )
 
 

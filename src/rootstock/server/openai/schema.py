@@ -171,6 +171,8 @@ class GenerationFields(SamplingFields, HintFields):
 
     def constraint(self) -> Constraint | None:
         """Returns the grammar that the answer must follow. Raises RequestError."""
+        if self.response_format is None and not self.model_extra:
+            return None
         return constraint_of({**(self.model_extra or {}), "response_format": self.response_format})
 
 

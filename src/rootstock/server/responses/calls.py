@@ -130,9 +130,8 @@ class Responses:
             ResponseFormat(answering) if kept is None else CompactionFormat(answering, input_items(id, kept)),
             chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
             stream=bool(body.stream),
-            dropped=chat.dropped,
+            chat=chat,
             ignored_tools=tuple(prepared.tools.ignored),
-            media=chat.template.media,
         )
 
     def chat(self, model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedChat:
