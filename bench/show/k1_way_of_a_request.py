@@ -59,7 +59,7 @@ def profile(frame, event, argument):
 
 
 def write(transport, data, written=asyncio.selector_events._SelectorSocketTransport.write):
-    """Ends the trace with the answer's last byte: what the server reports afterwards is on no client's way."""
+    # The trace ends with the answer's last byte: what the server reports afterwards is on no client's way.
     written(transport, data)
     if data.endswith(b"}" if not request["body"].get("stream") else b"0\r\n\r\n"):
         tracing.clear()

@@ -25,6 +25,7 @@ def names(hooks: PartHooks, name: str) -> list[str]:
 def test_the_order_of_the_parts(tmp_path: Path) -> None:
     bench = Bench(
         tier=TierConfig(tmp_path, 16 * MIB),
+        draft_tokens=4,
         itl_target_s=1.0,
         verify_hits=0.5,
         memory_watch=MemoryWatch(GIB, lambda: 0),

@@ -20,7 +20,6 @@ from rootstock.server.app import create_app
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
-from rootstock.server.request_metrics import Series, Timing
 from server.asgi import ask
 from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for

@@ -46,8 +46,8 @@ from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
-from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
+from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wrong_keys import WrongKeys
 from rootstock.text.prompts.salt import refuse_long
 from rootstock.tiers.disk.archive import BUNDLE_TYPE

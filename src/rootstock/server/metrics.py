@@ -24,7 +24,8 @@ from rootstock.errors import EngineStopped, RequestError, RootstockError
 from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
-from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
+from rootstock.server.request_info import RequestInfo
+from rootstock.server.request_metrics import Labelled, RequestMetrics, add_requests
 from rootstock.server.vllm_metrics import (
     add_vllm_adapters,
     add_vllm_drafts,

@@ -40,7 +40,9 @@ class Measured:
     submitted_at: float = 0.0
     token_times: array[float] = field(default_factory=lambda: array("d"))  # of the arrivals of tokens
     token_requests: array[int] = field(default_factory=lambda: array("i"))  # the index of each one's request
-    finished: list[tuple[Finished, int | None]] = field(default_factory=list)  # with the request's `max_tokens`
+    finished: list[tuple[Finished, int | None]] = field(
+        default_factory=list
+    )  # with the request's `max_tokens`
     unanswered: Counter[str] = field(default_factory=Counter)  # requests by the reason of their end
 
 
@@ -66,7 +68,7 @@ class RequestInfo:
     outcome: Outcome | None = None  # None: it was no request to a model, or has not ended
     error: str = ""  # code
     measured: Measured | None = None
-    next_turn: Callable[[], None] | None = None  # to be called at the end: the answer tells what the next turn begins with
+    next_turn: Callable[[], None] | None = None  # to be called at the end of the response
     refusal: RootstockError | None = None  # by the guard, before a route was found
     api_request_id: str = ""  # of an API that has ids of its own
 

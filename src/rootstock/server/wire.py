@@ -391,9 +391,7 @@ class ServedModel:
             new_parser = partial(OutputParser, output, tools, end)
         next_turn = None
         if self.next_turns is not None:
-            turn = NextTurn(
-                conversation, salt, tenant, 4 * len(prompt.tokens), new_parser, self.adapter
-            )
+            turn = NextTurn(conversation, salt, tenant, 4 * len(prompt.tokens), new_parser, self.adapter)
             next_turn = partial(self.next_turns.answered, turn)
         return PreparedChat(
             self.name,
@@ -461,7 +459,10 @@ class ServedModel:
         chat: PreparedChat | None = None,
         ignored_tools: tuple[str, ...] = (),
     ) -> Call:
-        """Makes a call, of a chat unless it continues text. Lowers `max_tokens` to the room that the context has, unless it is strict."""
+        """Makes a call, of a chat unless it continues text.
+
+        Lowers `max_tokens` to the room that the context has, unless it is strict.
+        """
         lowered = None
         if not strict_max_tokens:
             fitted = tuple(request.fitted(self.context_limit) for request in requests)

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,8 +171,8 @@ class Responses:
         effort = None if body.reasoning is None else body.reasoning.effort
         if any(one.field == "reasoning.effort" for one in ignored):
             effort = None
-        if summarizes and chat.next_turn is not None:
-            chat.next_turn.give_up()  # the conversation does not go on from its summary's request
+        if summarizes:  # the conversation does not go on from its summary's request
+            chat = replace(chat, next_turn=None)
         kept = None
         if compacts:
             stay = [item for item in (*history, *own) if stays(item, kind_of(item, "input"))]
