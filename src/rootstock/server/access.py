@@ -261,7 +261,8 @@ def tenant_in_head(request: Request) -> str:
         # A proxy that adds its header to the client's own would leave the choice to the client.
         raise InvalidParameter(SALT_HEADER, named, "sent once: a proxy must replace a client's header")
     tenant = caller_of(request).tenant or (named[0] if named else "")
-    refuse_long(tenant, SALT_HEADER)
+    if tenant:
+        refuse_long(tenant, SALT_HEADER)
     return tenant
 
 
@@ -430,8 +431,7 @@ class Guard:
             scope = {**scope, "method": "GET"}
         held_bytes = 0
         if scope["path"] == IMPORT_PATH:  # bounds its body itself
-            with self._drain.request():
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
 
         async def receive_counted() -> Message:
@@ -446,13 +446,12 @@ class Guard:
             self._held_bytes += count
             return message
 
+        counts = scope["method"] not in _SAFE_METHODS
+        self._drain.running += counts
         try:
-            if scope["method"] in _SAFE_METHODS:
-                await self._app(scope, receive_counted, send)
-            else:
-                with self._drain.request():
-                    await self._app(scope, receive_counted, send)
+            await self._app(scope, receive_counted, send)
         finally:
+            self._drain.running -= counts
             self._held_bytes -= held_bytes
 
     def _refused(self, refusal: RootstockError, scope: Scope) -> Response:

@@ -372,7 +372,8 @@ class ServedModel:
         the grammar: its arguments follow the tool's schema. Beside a JSON schema the model may call a tool.
         """
         dropped: tuple[DroppedHead, ...] = ()
-        if self.drop_volatile:
+        first = conversation.messages[0].role if conversation.messages else ""
+        if self.drop_volatile and first in ("system", "developer"):
             conversation, dropped = without_volatile_heads(conversation)
         self.tokenizer.refuse_more_chars(conversation.count_chars())
         template = template_input(conversation, self.model_tokenizer)
@@ -385,7 +386,7 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt, tenant)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
-        is_text = not output.has_reasoning and not (tools and output.has_calls)
+        is_text = output is PLAIN or (not output.has_reasoning and not (tools and output.has_calls))
         new_parser: Callable[[], DeltaParser] = TextOnly
         if not is_text:
             new_parser = partial(OutputParser, output, tools, end)
@@ -408,6 +409,8 @@ class ServedModel:
         )
 
     def _ignored(self, conversation: Conversation, template: TemplateInput) -> tuple[IgnoredField, ...]:
+        if not conversation.ignored and not template.media:
+            return ()
         reasons = self.output.shows_reasoning
         ignored = [one for one in conversation.ignored if one.wants_reasoning is not reasons]
         return (*ignored, *(mentioned(template.media) if template.media else ()))

@@ -204,6 +204,10 @@ class IdlePrefills(Part):
         return True
 
     @property
+    def holds_rows(self) -> bool:
+        return self._computing is not None or self._loading is not None
+
+    @property
     def next_poll_s(self) -> None:
         return None
 

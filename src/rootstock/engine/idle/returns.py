@@ -92,6 +92,10 @@ class AwaitedReturns(Part):
     # ------------------------------------------------------------------------------------- for idle time
 
     @property
+    def holds_rows(self) -> bool:
+        return False
+
+    @property
     def next_poll_s(self) -> float | None:
         """Seconds until the next look at the conversations. None: there are none."""
         return max(0.0, self._next_poll - self._clock()) if self._awaited else None

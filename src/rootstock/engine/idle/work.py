@@ -28,6 +28,11 @@ class IdleTask(Protocol):
         ...
 
     @property
+    def holds_rows(self) -> bool:
+        """Whether `pause` has something to release or to cancel."""
+        ...
+
+    @property
     def next_poll_s(self) -> float | None:
         """Seconds until it looks for work; None: it gets its work from others."""
         ...
@@ -62,8 +67,9 @@ class IdleWork:
         """Does a piece of the first task that has work."""
         for task in self._tasks:
             if task.has_work:
-                self.may_hold_rows = True
+                self.may_hold_rows = True  # also if the step raises
                 task.step()
+                self.may_hold_rows = any(each.holds_rows for each in self._tasks)
                 return
 
     def pause(self) -> bool:

@@ -79,6 +79,10 @@ class HitVerifier(Part):
         return self._check is not None or bool(self._waiting)
 
     @property
+    def holds_rows(self) -> bool:
+        return self._check is not None
+
+    @property
     def next_poll_s(self) -> None:
         return None
 

@@ -130,7 +130,8 @@ def placed_chat(
 
 
 def _asker(conversation: TemplateInput, salt: str, tenant: str) -> Asker:
-    return Asker(salt, tenant or salt, returned_calls(conversation.messages))
+    has_calls = any(message.get("tool_calls") for message in conversation.messages)
+    return Asker(salt, tenant or salt, returned_calls(conversation.messages) if has_calls else {})
 
 
 def _refuse_empty(tokens: Tokens) -> Tokens:
