@@ -1,4 +1,4 @@
-"""Measurements of `rootstock bench --mlx-report` on the CPU, and with the Metal kernel's source run as C++."""
+"""Measurements of the report of a Mac on the CPU, and with the Metal kernel's source run as C++."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_measurements as measured
 import numpy as np
 import pytest
+from isolated import Figures, Job, Skipped, run_case
+from mlx_measurements import MEASUREMENTS, FixedSplits
+from mlx_report import COMMAND, FULL, SMALL, all_cases
 
 from kernels.metal.emulation import COMPILER, Emulation
-from rootstock.bench import mlx_measurements as measured
-from rootstock.bench.isolated import Figures, Job, Skipped, run_case
-from rootstock.bench.mlx_measurements import MEASUREMENTS, FixedSplits
-from rootstock.bench.mlx_report import FULL, SMALL, all_cases
 from rootstock.kernels.metal.launch import Heads, StepRows
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from twins import mlx_models
@@ -110,8 +110,6 @@ def test_without_metal_its_cases_are_skipped(measurement: str) -> None:
 
 
 def test_a_real_case_runs_in_its_own_process() -> None:
-    from rootstock.bench.mlx_report import COMMAND
-
     outcome = run_case(Job("device", {}, GIB), COMMAND)
     assert outcome.error is None
     assert outcome.figures["sum"] == 499500

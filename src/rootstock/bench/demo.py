@@ -7,13 +7,9 @@ small model → server with the cache → agents
 from __future__ import annotations
 
 import contextlib
-import signal
 import statistics
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, assert_never
 
 import httpx
@@ -35,7 +31,7 @@ from rootstock.bench.agents import (
     run_agents,
 )
 from rootstock.bench.scenario import AGENTS, Agent
-from rootstock.bench.serving import ServerProcess
+from rootstock.bench.serving import ServerProcess, signals_unwind
 from rootstock.bench.tiny_model import NAME, ensure_tiny_model
 from rootstock.units import in_units
 
@@ -100,7 +96,7 @@ def run_demo(console: Console | None = None, agents: Sequence[Agent] = AGENTS) -
     console = console or Console()
     require_openai()
     try:
-        with _signals_end_the_demo():
+        with signals_unwind():
             return _Demo(console, agents).run()
     except KeyboardInterrupt:
         console.print("\nStopped.")
@@ -279,22 +275,3 @@ def _outcome(answers: Mapping[Asked, Answered], asked: Asked) -> object:
 
 def _median(seconds: Mapping[Asked, float]) -> float:
     return statistics.median(seconds.values())
-
-
-@contextlib.contextmanager
-def _signals_end_the_demo() -> Iterator[None]:
-    """Makes SIGTERM and a closed terminal unwind the stack, like Ctrl-C, to end the server as well."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
-        yield
-        return
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {getattr(signal, name): signal.signal(getattr(signal, name), leave) for name in names}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

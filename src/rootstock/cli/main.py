@@ -423,13 +423,14 @@ def demo() -> None:
 
 @app.command(cls=options.Command)
 def bench(
-    ctx: typer.Context,
     workload: Annotated[
         str, typer.Option(help="Workloads, comma-separated: agents, chat, fewshot, burst.")
     ] = "agents,chat,fewshot,burst",
     url: Annotated[
         str | None,
-        typer.Option(help="Server with OpenAI's chat API to measure, instead of an engine in this process."),
+        typer.Option(
+            help="Server with OpenAI's chat API to measure, instead of one that the command starts."
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -452,20 +453,12 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the workloads.")] = 0,
     scale: Annotated[float, typer.Option(help="Factor on the lengths of prompts.")] = 1.0,
-    out: Annotated[Path, typer.Option(help="Folder for the rows (.jsonl) and the plot (.png).")] = Path(
-        "bench/results"
-    ),
-    mlx_report: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="Measure the MLX runtime on this Mac instead, in a new file for an issue. Sends nothing.",
-        ),
+        typer.Option(help="Folder for a file of rows (.jsonl).", show_default="no file"),
     ] = None,
-    small: Annotated[
-        bool, typer.Option("--small", help="Few and small cases of --mlx-report, also without a Mac.")
-    ] = False,
+    mlx_report: Annotated[str | None, typer.Option(hidden=True)] = None,
+    small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
     runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: Annotated[str | None, options.DTYPE] = None,
@@ -476,19 +469,17 @@ def bench(
     max_batch: options.MaxBatch = _ENGINE.max_batch,
     chunk_tokens: options.ChunkTokens = _ENGINE.chunk_tokens,
 ) -> None:
-    """Measure the cache with workloads of agents, chats, few-shot prompts and bursts.
+    """Send a server the requests of agents, chats, few-shot prompts and bursts. Show cached shares, waits and speed.
 
-    Without --dtype, the small generated model runs in float32."""
+    Without --url, it starts a server with the options of Model, Cache and Scheduling. Without --dtype, the small
+    generated model runs in float32."""
     log_warnings()
-    if mlx_report is not None:
-        from rootstock.bench.mlx_report import FULL, SMALL, ReportConfig, run_mlx_report
+    for option, moved in (("--mlx-report", mlx_report), ("--small", small or None)):
+        if moved is not None:
+            instead = "left out: the report of a Mac is `make mac-report` in a checkout of the repository"
+            raise InvalidOption(option, moved, instead)
 
-        options.refuse_others(ctx, "--mlx-report", "mlx_report", "model", "small")
-        raise typer.Exit(run_mlx_report(ReportConfig(mlx_report, model, SMALL if small else FULL)))
-    if small:
-        raise InvalidOption("--small", small, "left out without --mlx-report")
-
-    from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
+    from rootstock.bench.benchmark import BenchConfig, OwnServer, ServedModel, run_bench
 
     config = BenchConfig(
         parse_names(workload, "--workload"),
@@ -501,17 +492,24 @@ def bench(
         raise InvalidOption("--model", model, "left out with --url")
     if url is not None:
         raise typer.Exit(run_bench(config, ServedModel(url, api_key, served_model_name)))
-    own = OwnEngine(
-        model,
-        device,
-        dtype,
-        threads,
-        CacheConfig(block_size, _budget_bytes(kv_budget)),
-        EngineConfig(max_batch, chunk_tokens),
-        quantize,
-        runtime,
-    )
-    raise typer.Exit(run_bench(config, own))
+    dtype = dtype or ("float32" if model is None else "auto")
+    # The server would refuse wrong values, too, but only after it has started.
+    ModelConfig(model or "", device, dtype, threads=threads, quantize=quantize, runtime=runtime)
+    CacheConfig(block_size, _budget_bytes(kv_budget))
+    EngineConfig(max_batch, chunk_tokens)
+    given = {
+        "--device": device,
+        "--dtype": dtype,
+        "--quantize": quantize,
+        "--runtime": runtime,
+        "--threads": threads,
+        "--kv-budget": kv_budget,
+        "--block-size": block_size,
+        "--max-batch": max_batch,
+        "--chunk-tokens": chunk_tokens,
+    }
+    of_server = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    raise typer.Exit(run_bench(config, OwnServer(model, tuple(of_server))))
 
 
 app.command(cls=options.Command)(launch)

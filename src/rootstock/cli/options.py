@@ -76,18 +76,6 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
     return f"environment variable {names}"
 
 
-def refuse_others(ctx: typer.Context, beside: str, *allowed: str) -> None:
-    """Raises InvalidOption for a given option that `beside` ignores: all but the parameters `allowed`."""
-    for parameter in ctx.command.params:
-        if parameter.name is None or parameter.name in allowed:
-            continue
-        source = ctx.get_parameter_source(parameter.name)
-        if source is not None and source.name == "COMMANDLINE":
-            is_secret = getattr(parameter, "metavar", None) == "KEY"
-            value = "…" if is_secret else str(ctx.params[parameter.name])
-            raise InvalidOption(parameter.opts[0], value, f"left out with {beside}")
-
-
 def option(panel: str, name: str, help: str, **more: Any) -> Any:
     """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
     ours = name.split("/")[0].removeprefix("--")

@@ -18,7 +18,9 @@ _SHORT_PATH = "/private/path"
 # A path in quotes may have spaces. Elsewhere a path ends at the first of them.
 _QUOTED = re.compile(r"""(["'])((?:~|/)[^"'\n]*)\1""")
 _BARE = re.compile(r"""(?<![\w.:/<>~])~?/(?:[^\s/"'<>|:,;()\[\]]+/)+[^\s"'<>|:,;()\[\]]*""")
-_PUBLIC = re.compile(r".*/((?:site-packages|dist-packages|lib/python[\d.]+)/.*|rootstock/.*\.py)", re.DOTALL)
+_LIBRARIES = r"(?:site-packages|dist-packages|lib/python[\d.]+)/.*"
+_OURS = r"(?:rootstock|bench/mac)/.*\.py"
+_PUBLIC = re.compile(rf".*/({_LIBRARIES}|{_OURS})", re.DOTALL)
 
 
 def scrubber(private: Iterable[str] = ()) -> Scrub:

@@ -1,4 +1,4 @@
-"""Measurements of `rootstock bench --mlx-report`, one case in each process (`isolated.py`).
+"""Measurements of the report of a Mac (`mlx_report.py`), one case in each process (`isolated.py`).
 
 MLX is lazy: a timed function evaluates all that it computes, and waits until the device has done it. `time_of` runs
 it a few times before it counts, because the first runs compile kernels and take memory from the system.
@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from isolated import Figures, Job, Measure, Skipped, error_text, serve_case
 from numpy.typing import NDArray
 
-from rootstock.bench.isolated import Figures, Job, Measure, Skipped, error_text, serve_case
 from rootstock.kernels.metal.launch import Heads, Occupancy, StepRows
 from rootstock.kernels.metal.paged_attention import LayerUse, PagedKernel
 from rootstock.kernels.metal.trial import STEPS, TOLERANCES, WINDOW, error_of

@@ -1,11 +1,15 @@
-"""`rootstock bench --mlx-report`: measures the MLX runtime on the user's machine, in a file to attach to an issue.
+"""Report of a Mac: measures the MLX runtime on the user's machine, in a file to attach to an issue.
+
+    mlx_report.py [FILE] [--model MODEL] [--small]     # or: make mac-report
 
 The first row describes the machine. Each further row is one case of a measurement, with its figures, with the reason
-why it was skipped, or with its error. Rows are written as they are found. Nothing is sent anywhere.
+why it was skipped, or with its error. Rows are written as they are found. Nothing is sent anywhere. Exit status 0
+only if the report is complete.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -19,12 +23,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+from isolated import Figures, Job, Outcome, run_case
 from rich.console import Console
+from scrub import Scrub, scrubber
 
 from rootstock._version import __version__
-from rootstock.bench.isolated import Figures, Job, Outcome, run_case
-from rootstock.bench.machine import this_machine, this_source
-from rootstock.bench.scrub import Scrub, scrubber
+from rootstock.cli.machine import this_machine
 from rootstock.engine.memory_watch import auto_limit_bytes
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.host_memory import free_host_bytes, total_host_bytes
@@ -32,10 +36,15 @@ from rootstock.runtime.model_files import locate
 from rootstock.runtime.select import is_installed
 from rootstock.units import GIB, in_units
 
-SCHEMA = 1  # raised when a field changes its meaning
-OPTION = "--mlx-report"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
-COMMAND = (sys.executable, "-X", "faulthandler", "-m", "rootstock.bench.mlx_measurements")
+from source import this_source  # noqa: E402  # found by the line above
+
+SCHEMA = 1  # raised when a field changes its meaning
+DEFAULT_FILE = Path("mlx-report.jsonl")
+
+COMMAND = (sys.executable, "-X", "faulthandler", str(HERE / "mlx_measurements.py"))
 _MOST_CHARS = 4000  # of a text
 _MOST_TOLD = 160  # characters on the terminal
 _MOST_ENTRIES = 64  # of a list or an object
@@ -160,12 +169,29 @@ class ReportConfig:
     memory_bytes: int | None = None  # of a case's process; None: by the machine's memory
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, default=DEFAULT_FILE, help="a new file")
+    parser.add_argument("--model", help="model directory or Hub name; a llama of random weights unless given")
+    parser.add_argument("--small", action="store_true", help="few and small cases, also without a Mac")
+    given = parser.parse_args()
+    try:
+        return run_mlx_report(ReportConfig(given.file, given.model, SMALL if given.small else FULL))
+    except KeyboardInterrupt:
+        return 130
+    except StartupError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+
+
 def run_mlx_report(config: ReportConfig, console: Console | None = None) -> int:
     """Writes the report, and returns the exit status: 0 if it is complete. Raises StartupError."""
     console = console or Console()
     if not is_installed("mlx"):
         raise StartupError(
-            f"{OPTION} needs MLX and mlx-lm, which are not installed. Install them with: pip install 'rootstock[mlx]'"
+            "The report needs MLX and mlx-lm. `make setup` installs them on Macs and on Linux."
         )
     private = [] if config.model is None else [config.model, Path(config.model).name]
     model = None
@@ -176,14 +202,14 @@ def run_mlx_report(config: ReportConfig, console: Console | None = None) -> int:
     device = run_case(Job("device", {}, memory), config.command)
     if device.figures.get("metal") is False and config.sizes is FULL:
         raise StartupError(
-            f"MLX computes without Metal here, which would take hours. Try {OPTION} with --small."
+            "MLX computes without Metal here, which would take hours. Try --small: make mac-report ARGS=--small"
         )
     try:
         file = config.out.open("x", encoding="utf-8")
     except FileExistsError:
-        raise InvalidOption(OPTION, str(config.out), "a new file: this one exists") from None
+        raise InvalidOption("FILE", str(config.out), "a new file: this one exists") from None
     except OSError as error:
-        raise InvalidOption(OPTION, str(config.out), f"a file to write ({error.strerror})") from error
+        raise InvalidOption("FILE", str(config.out), f"a file to write ({error.strerror})") from error
     with file, tempfile.TemporaryDirectory(prefix="rootstock-model-") as folder:
         report = _Report(config, file, console, scrubber([*private, folder]), memory)
         try:
@@ -460,3 +486,7 @@ def _told(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value['tokens_per_s']:.0f} tokens/s"
         else:
             yield from (f"{name}, {told}" for told in _told(value) if told.endswith(" ms"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
