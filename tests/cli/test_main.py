@@ -48,10 +48,6 @@ def test_the_version_is_shown(rootstock: Run) -> None:
         (["--port", "70000"], "--port is 70000"),
         (["--disk-budget", "much"], "--disk-budget is 'much', but must be a size"),
         (["--disk-write", "never"], "--disk-write is 'never', but must be back | through"),
-        (
-            ["--tier-compress", "int8"],
-            "must be left out, because it is withdrawn: --kv-dtype int8 keeps K and V",
-        ),
         (["--verify-hits", "2"], "--verify-hits is 2.0, but must be from 0 to 1"),
         (["--chat-template", "/no/such/file"], "--chat-template is '/no/such/file'"),
         (["--host", "no.such.host.invalid"], "Cannot listen at no.such.host.invalid"),

@@ -134,8 +134,7 @@ class Admission:
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
-        # A lease that gets full attention alone has no window and no state to leave.
-        if not pools.resume_anywhere and (tier_hit is None or tier_hit.is_resumable):
+        if not pools.resume_anywhere:
             self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
@@ -326,7 +325,7 @@ class Admission:
         if tier_hit.state is not None:
             assert pools.states is not None
             loads.append(Load(tier_hit.state, RowPart(pools.states.index, lease.slot, 0)))
-        if not pools.resume_anywhere and tier_hit.is_resumable:
+        if not pools.resume_anywhere:
             self._checkpoints.plan_loaded_positions(lease, tier_hit)
         return tuple(loads)
 

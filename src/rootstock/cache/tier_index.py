@@ -47,8 +47,6 @@ class TierHit:
     blocks: tuple[StoredBlock, ...]
     state: Identity | None
     payload_bytes: int
-    # False: a part of a prefix, of full attention alone. A later load brings what a resumption needs besides.
-    is_resumable: bool = True
 
     @property
     def identities(self) -> list[Identity]:

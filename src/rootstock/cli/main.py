@@ -45,7 +45,6 @@ from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
 from rootstock.runtime.select import leave_out_torch
-from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -144,7 +143,6 @@ def serve(
     disk_budget: options.DiskBudget = "50GiB",
     disk_write: options.DiskWrite = _TIER.disk_write,
     host_budget: options.HostBudget = "0",
-    tier_compress: Annotated[str | None, typer.Option(hidden=True)] = None,
     verify_hits: options.VerifyHits = _TIER.verify_hits,
     max_batch: options.MaxBatch = _ENGINE.max_batch,
     chunk_tokens: options.ChunkTokens = _ENGINE.chunk_tokens,
@@ -168,9 +166,6 @@ def serve(
     public_prompts: options.PublicPrompts = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
-    bundle_key: options.BundleKeyFile = None,
-    unsigned_imports: options.UnsignedImports = _SERVER.unsigned_imports,
-    max_bundle: options.MaxBundle = "1GiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
     responses_file: options.ResponsesStore = None,
     responses_budget_bytes: options.ResponsesBudget = "128MiB",
@@ -192,12 +187,6 @@ def serve(
 ) -> None:
     """Serve a model, or several, over OpenAI's HTTP API."""
     log_warnings()
-    if tier_compress is not None:
-        raise InvalidOption(
-            "--tier-compress",
-            tier_compress,
-            "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
-        )
     if model is None and models_file is None:
         needed = "give a model's directory or its name on the Hub, or --models FILE."
         raise typer.BadParameter(needed, param_hint="MODEL")
@@ -252,9 +241,6 @@ def serve(
         public_prompts=public_prompts,
         explain=explain,
         max_body_bytes=parse_bytes(max_body, "--max-body"),
-        bundle_key=None if bundle_key is None else BundleKey.read("--bundle-key", bundle_key).secret,
-        unsigned_imports=unsigned_imports,
-        max_bundle_bytes=parse_bytes(max_bundle, "--max-bundle"),
         max_connections=max_connections,
         responses_file=responses_file,
         responses_budget_bytes=parse_bytes(responses_budget_bytes, "--responses-budget"),

@@ -488,32 +488,6 @@ MaxBody = Annotated[
         SERVER, "--max-body", "Maximum size of a request body, such as 16MiB. Larger ones get status 413."
     ),
 ]
-BundleKeyFile = Annotated[
-    Path | None,
-    option(
-        SERVER,
-        "--bundle-key",
-        "File with the secret key that signs exported prefixes. Imports need a signature of the same key.",
-        metavar="FILE",
-    ),
-]
-UnsignedImports = Annotated[
-    bool,
-    option(
-        SERVER,
-        "--unsigned-imports",
-        "Take imports of prefixes without a signature, from operators. Nothing else can show that K and V belong to "
-        "their tokens.",
-    ),
-]
-MaxBundle = Annotated[
-    str,
-    option(
-        SERVER,
-        "--max-bundle",
-        "Maximum size of an exported or imported prefix, such as 1GiB. Imports are kept in a temporary file.",
-    ),
-]
 MaxConnections = Annotated[
     int, option(SERVER, "--max-connections", "Maximum open connections. Further ones get status 503.")
 ]

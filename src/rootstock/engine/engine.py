@@ -57,10 +57,8 @@ from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.stats import Cleared, EngineStats, Health, why_not_alive
 from rootstock.engine.step import StepRunner
 from rootstock.engine.tiers.connector import TierConnector
-from rootstock.engine.transfer import BundleImport, Imported, PrefixExport, Transfer
 from rootstock.errors import (
     AdapterNotLoaded,
-    BundleRefused,
     CacheMisuse,
     EngineStopped,
     IdleWorkOff,
@@ -409,34 +407,6 @@ class Engine:
         return self.call(
             lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
         )
-
-    def export_prefix(self, tokens: Tokens, salt: str, adapter: str, most_bytes: int) -> PrefixExport:
-        """Makes an export of the cached part of a prefix, of about `most_bytes` at most."""
-        return PrefixExport(self._transfer(self.scope(tokens, salt, adapter)), tokens, most_bytes)
-
-    def import_bundle(self, fd: int, file_bytes: int, salt: str, adapter: str) -> Imported:
-        """Verifies a bundle and puts its prefix into the cache. Not for the engine's thread.
-
-        Raises BundleRefused, EngineStopped and OSError.
-        """
-        if not self._cache.reuse:
-            raise BundleRefused("this server runs without a prefix cache (--no-cache)")
-
-        def scope_of(tokens: Tokens) -> Scope:
-            return self.scope(tokens, salt, adapter)
-
-        return BundleImport(
-            self._transfer,
-            fd,
-            file_bytes,
-            self.namespace(salt, adapter),
-            scope_of,
-            self._limits.context_limit,
-            self._limits.vocab_size,
-        ).run()
-
-    def _transfer(self, scope: Scope) -> Transfer:
-        return Transfer(self.call, self._runtime, self._cache, self.parts.apply, self.tier_connector, scope)
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
         """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""

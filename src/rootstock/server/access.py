@@ -50,7 +50,6 @@ from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wrong_keys import WrongKeys
 from rootstock.text.prompts.salt import refuse_long
-from rootstock.tiers.disk.archive import BUNDLE_TYPE
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
@@ -67,10 +66,6 @@ OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: everybody may read its scr
 _KEYLESS_PROBES = frozenset({"/livez", "/readyz"})  # their answers are the same with any key
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
-
-# The route that takes a bundle: it writes the body to a file as it comes, instead of holding it. Browsers send the
-# type of bundles to another origin only after a preflight.
-IMPORT_PATH = "/v1/cache/import"
 
 # The guard's entries in a request's state.
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
@@ -251,10 +246,10 @@ async def tenant_of(
     ] = "",
 ) -> str:
     """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
-    return tenant_in_head(request)
+    return _tenant_in_head(request)
 
 
-def tenant_in_head(request: Request) -> str:
+def _tenant_in_head(request: Request) -> str:
     """Returns the tenant of the key, or else of X-Cache-Salt, or else "". Raises InvalidParameter."""
     named = request.headers.getlist(SALT_HEADER)
     if len(named) > 1:
@@ -318,7 +313,7 @@ def may_read_prompts(request: Request, config: ServerConfig) -> bool:
 
 def names_tenant(request: Request) -> bool:
     """Returns whether the request is for one tenant, without the admin key."""
-    return not caller_of(request).has_admin_key and bool(tenant_in_head(request))
+    return not caller_of(request).has_admin_key and bool(_tenant_in_head(request))
 
 
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
@@ -354,7 +349,6 @@ class Guard:
         self._reading_keys = anyio.Lock()
         self._limiter = RateLimiter(clock)
         self._max_body_bytes = config.max_body_bytes
-        self._max_bundle_bytes = config.max_bundle_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
         self._origins = frozenset(config.allowed_origins)
@@ -430,9 +424,6 @@ class Guard:
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
-        if scope["path"] == IMPORT_PATH:  # bounds its body itself
-            await self._app(scope, receive, send)
-            return
 
         async def receive_counted() -> Message:
             nonlocal held_bytes
@@ -480,16 +471,11 @@ class Guard:
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")
-        if path == IMPORT_PATH:
-            if int(length) > self._max_bundle_bytes:
-                return BodyTooLarge(self._max_bundle_bytes, "--max-bundle")
-        elif int(length) > self._max_body_bytes:
+        if int(length) > self._max_body_bytes:
             return BodyTooLarge(self._max_body_bytes)
         if method not in _SAFE_METHODS:
             if self._drain.is_draining and not path.startswith(DASHBOARD):  # stopping requests helps a drain
                 return Draining()
-            if path == IMPORT_PATH:
-                return _refusal_of_bundle_type(headers)
             return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
         return None
 
@@ -536,14 +522,6 @@ def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError
     utf8 = charset is None or charset[1].lower() in (b"utf-8", b"utf8")
     if not _JSON.fullmatch(content_type.strip()) or not utf8:
         return ContentTypeNotJson("Content-Type", _text(declared or b""))
-    return None
-
-
-def _refusal_of_bundle_type(headers: Headers) -> RootstockError | None:
-    for name, allowed in (("Content-Encoding", "identity"), ("Content-Type", BUNDLE_TYPE)):
-        sent = _text(headers.get(name.lower().encode(), b"identity" if name == "Content-Encoding" else b""))
-        if sent.strip().lower() != allowed:
-            return ContentTypeNotJson(name, sent, BUNDLE_TYPE)
     return None
 
 

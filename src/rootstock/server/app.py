@@ -32,7 +32,6 @@ from rootstock.server.access_rules import AccessRules
 from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
-from rootstock.server.bundle_routes import bundle_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
@@ -129,7 +128,6 @@ def create_app(
     app.include_router(tokenization_routes(models, answerer))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
-    app.include_router(bundle_routes(models, responses, config))
     app.state.warmer = Warmer(models, responses)
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))

@@ -27,7 +27,6 @@ from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
-    LoadResult,
     LoadsOnly,
     Miss,
     MissKind,
@@ -456,10 +455,6 @@ class TierConnector:
         """
         self._writer.drain()
         return self._tier.clear(namespace.digest())
-
-    def read(self, identity: Identity) -> LoadResult:
-        """Reads a record for an export. Waits for the tier: for any thread but the engine's."""
-        return self._tier.load(identity)
 
     def _clear_now(self) -> None:
         self._clear_asked = False

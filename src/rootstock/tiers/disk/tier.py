@@ -52,7 +52,6 @@ from rootstock.tiers.base import (
     TierState,
     views_of,
 )
-from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
 from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Retention, Row, is_damage
 from rootstock.tiers.disk.record import (
@@ -66,14 +65,7 @@ from rootstock.tiers.disk.record import (
     read_payload,
     verify,
 )
-from rootstock.tiers.disk.reports import (
-    DiskCounts,
-    Exported,
-    Failure,
-    Imported,
-    NotExported,
-    Verified,
-)
+from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
 from rootstock.tiers.disk.segments import Segments, segment_number
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
 from rootstock.units import MIB, in_units
@@ -87,7 +79,6 @@ RETRY_S = 60.0
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
 _SWEEP_S = 1.0  # least time between two searches for records whose retention has ended
-_IMPORT_BYTES = 16 * MIB  # payloads that an import holds in memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
 Progress = Callable[[int], None]
@@ -588,78 +579,6 @@ class DiskTier:
             return head
         kind = difference(identity, head.identity)
         return None if kind is None else Miss(kind, "the row refers to another record")
-
-    # -- archives ------------------------------------------------------------------------------------------------
-
-    def export(self, keys: Iterable[RecordKey], path: Path) -> Exported | NotExported:
-        """Writes these records into an archive, which replaces `path` when it is complete."""
-        if path.resolve().is_relative_to(self._folder.resolve()):
-            return NotExported(f"{path} is in the tier's own directory, where it would be deleted.")
-        failures: list[Failure] = []
-        records = 0
-
-        def whole() -> Iterator[Encoded]:
-            nonlocal records
-            for key in keys:
-                copy = self._export_one(key)
-                if isinstance(copy, Miss):
-                    failures.append(Failure(key, copy, None))
-                else:
-                    records += 1
-                    yield copy
-
-        try:
-            archive_bytes = write_archive(self._files, path, whole())
-        except OSError as error:
-            return NotExported(f"{path} cannot be written: {error}.")
-        except sqlite3.Error as error:
-            self._index_fault(error)
-            return NotExported(f"the index failed: {error}.")
-        return Exported(records, archive_bytes, tuple(failures))
-
-    def _export_one(self, key: RecordKey) -> Encoded | Miss:
-        with self._index.lock:
-            row = self._index.find(key)
-            if row is None:
-                return Miss(MissKind.ABSENT)
-            try:
-                fd = self._files.open_read(self._segments.path(row.place.segment))
-            except OSError as error:
-                return Miss(MissKind.MISSING_BYTES, str(error))
-        try:
-            return self._copy(fd, row)
-        except OSError as error:
-            return Miss(MissKind.IO_ERROR, str(error))
-        finally:
-            self._close(fd)
-
-    def import_(self, path: Path, progress: Progress = _ignore) -> Imported | Unreadable:
-        """Stores the records of an archive, each verified. Nothing is changed if it is `Unreadable`. Records of other
-        namespaces are stored too, although no request of this model uses them."""
-        outcomes: list[StoreOutcome] = []
-        damaged: list[Miss] = []
-        places = read_places(self._files, path)
-        if isinstance(places, Unreadable):
-            return places
-        try:
-            fd = self._files.open_read(path)
-        except OSError as error:
-            return Unreadable(str(error))
-        try:
-            group: list[Record] = []
-            for place, record in zip(places, read_records(self._files, fd, places), strict=True):
-                progress(place.stored_bytes)
-                if isinstance(record, Miss):
-                    damaged.append(record)
-                    continue
-                group.append(record)
-                if sum(record.payload_bytes for record in group) >= _IMPORT_BYTES:
-                    outcomes += self.store(group)
-                    group = []
-            outcomes += self.store(group)
-        finally:
-            self._close(fd)
-        return Imported(tuple(outcomes), tuple(damaged))
 
     # -- state ---------------------------------------------------------------------------------------------------
 
