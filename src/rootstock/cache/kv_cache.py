@@ -24,14 +24,9 @@ import numpy as np
 
 from rootstock.cache.admission import Admission
 from rootstock.cache.arguments import (
-    is_count,
-    require_agreement,
-    require_count,
-    require_namespace,
     require_option,
     require_rows,
     require_share,
-    require_tokens,
 )
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
@@ -48,7 +43,6 @@ from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import (
     Boundary,
-    CheckpointKind,
     HitProtection,
     Node,
     common_prefix,
@@ -216,13 +210,8 @@ class KVCache:
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
         further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
-        salts. Raises CacheMisuse.
+        salts.
         """
-        require_tokens("match", tokens)
-        require_namespace("match", namespace)
-        require_count("match", "public_tokens", public_tokens)
-        if at_most is not None:
-            require_count("match", "at_most", at_most)
         return self._match(tokens, Scope(namespace, public_tokens), at_most)
 
     def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
@@ -279,9 +268,6 @@ class KVCache:
 
     def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        require_tokens("explain", tokens)
-        require_namespace("explain", namespace)
-        require_count("explain", "public_tokens", public_tokens)
         return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
@@ -331,10 +317,8 @@ class KVCache:
         `comes_back` is True for a request that was admitted before.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
         `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
-        Raises CacheMisuse.
+        Raises CacheMisuse for a tier hit that is out of date.
         """
-        self._require_match(match, watermark_blocks, boundaries)
-        self._require_additions(tier_hit, hints)
         if tier_hit is not None:
             if match.version != self.tree.version:
                 raise CacheMisuse(
@@ -366,49 +350,6 @@ class KVCache:
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._note_divergence(match)
         return answer
-
-    @staticmethod
-    def _require_match(match: Match, watermark_blocks: int, boundaries: Sequence[Boundary]) -> None:
-        """Raises CacheMisuse for wrong arguments of an admission."""
-        if not isinstance(match, Match):
-            raise CacheMisuse("admit", f"{shown(match)} is no Match, which KVCache.match returns")
-        if not len(match.tokens):
-            raise CacheMisuse("admit", "the prompt has no tokens, but the logits of its last one are needed")
-        require_count("admit", "watermark_blocks", watermark_blocks)
-        if not isinstance(boundaries, Sequence):
-            raise CacheMisuse(
-                "admit", f"the boundaries are {shown(boundaries)}, but must be a list of Boundary"
-            )
-        for boundary in boundaries:
-            if not isinstance(boundary, Boundary) or not is_count(boundary.position, 1):
-                raise CacheMisuse("admit", f"{shown(boundary)} is no Boundary with a position of 1 or more")
-            if not isinstance(boundary.kind, CheckpointKind):
-                raise CacheMisuse(
-                    "admit", f"a boundary's kind is {shown(boundary.kind)}, but must be a CheckpointKind"
-                )
-            if boundary.position > len(match.tokens):
-                raise CacheMisuse(
-                    "admit",
-                    f"a boundary is at position {boundary.position}, but the prompt has {len(match.tokens)} tokens",
-                )
-
-    @staticmethod
-    def _require_additions(tier_hit: TierHit | None, hints: CacheHints | None) -> None:
-        """Raises CacheMisuse for a tier hit or hints of a wrong type."""
-        if tier_hit is not None and not isinstance(tier_hit, TierHit):
-            raise CacheMisuse("admit", f"{shown(tier_hit)} is no TierHit, which KVCache.tier_hit returns")
-        if hints is not None and not isinstance(hints, CacheHints):
-            raise CacheMisuse("admit", f"{shown(hints)} is no CacheHints")
-
-    def _require_lease(self, call: str, lease: Lease) -> None:
-        """Raises CacheMisuse unless this is a running lease of this cache."""
-        if isinstance(lease, Lease) and self._leases.get(lease.id) is lease:
-            return
-        if not isinstance(lease, Lease):
-            raise CacheMisuse(call, f"{shown(lease)} is no Lease")
-        if lease.ended:
-            raise CacheMisuse(call, f"{lease!r} has ended: a lease is ended once, and not used afterwards")
-        raise CacheMisuse(call, f"{lease!r} is a lease of another cache")
 
     def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
         """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
@@ -493,13 +434,6 @@ class KVCache:
     def loaded(self, lease: Lease, position: int) -> Plan:
         """Publishes loaded and verified rows up to `position`, from which the lease continues. Execute the plan at
         once."""
-        self._require_lease("loaded", lease)
-        if not is_count(position, lease.num_computed_tokens) or position > lease.prompt_tokens:
-            raise CacheMisuse(
-                "loaded",
-                f"the position is {shown(position)}, but must be from {lease.num_computed_tokens} to "
-                f"{lease.prompt_tokens}",
-            )
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
@@ -512,28 +446,20 @@ class KVCache:
 
     def detach(self, lease: Lease) -> None:
         """Takes a lease whose load is under way out of the tree: no request waits for it before it is `loaded`."""
-        self._require_lease("detach", lease)
-        if lease.node is None:
-            raise CacheMisuse("detach", f"{lease!r} is out of the tree already")
         if lease.hints is not None:
             self._retainer.retain(lease)
         self.tree.detach(lease)
 
     def request_checkpoint(self, lease: Lease, position: int) -> None:
         """Asks a running lease for a checkpoint at `position`, where a waiting request will diverge from it."""
-        self._require_lease("request_checkpoint", lease)
-        require_count("request_checkpoint", "position", position)
         self._checkpoints.request(lease, position)
 
     def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int = 0) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions, before the forward that computes them.
 
         If new blocks are needed, `watermark_blocks` of every family must remain available afterwards. Blocks
-        behind the windows are released first, for good, also if the answer is Deferred. Raises CacheMisuse.
+        behind the windows are released first, for good, also if the answer is Deferred.
         """
-        self._require_lease("extend", lease)
-        require_count("extend", "new_tokens", new_tokens)
-        require_count("extend", "watermark_blocks", watermark_blocks)
         return self._admission.extend(lease, new_tokens, watermark_blocks)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
@@ -541,14 +467,8 @@ class KVCache:
 
         Prompt chunks can be found at once, generated tokens a block at a time. If another request has
         published the same prefix meanwhile, its blocks replace ours and ours are released. The plan keeps the state
-        as a checkpoint where one is due; execute it before the next forward. Raises CacheMisuse.
+        as a checkpoint where one is due; execute it before the next forward.
         """
-        self._require_lease("commit", lease)
-        require_tokens("commit", tokens)
-        self._require_room(lease, len(tokens))
-        if lease.num_computed_tokens < lease.num_tokens:
-            known = lease.tokens[lease.num_computed_tokens :]
-            require_agreement(known, tokens, lease.num_computed_tokens)
         return self._commit(lease, tokens)
 
     def _commit(self, lease: Lease, tokens: Tokens) -> Plan:
@@ -567,19 +487,6 @@ class KVCache:
             self.write_back.add_published(lease, first)
         plans = [self._checkpoints.leave(lease, each.position, each.kind) for each in due]
         return self._with_stores(together(plans))
-
-    def _require_room(self, lease: Lease, new_tokens: int) -> None:
-        """Raises CacheMisuse if so many tokens were computed without blocks for them."""
-        needed = -(-(lease.num_computed_tokens + new_tokens) // self.block_size)
-        reserved = lease.table_blocks
-        for table in lease.windows:
-            reserved = min(reserved, table.length)
-        if needed > reserved:
-            room = max(0, reserved * self.block_size - lease.num_computed_tokens)
-            raise CacheMisuse(
-                "commit",
-                f"{new_tokens} tokens, but there are blocks for {room} more: call extend before the forward",
-            )
 
     def take_pending_plan(self) -> Plan:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
@@ -604,9 +511,6 @@ class KVCache:
     def release(self, lease: Lease, reason: ReleaseReason) -> None:
         """Ends a lease: publishes all computed tokens and releases its rows. The working state becomes a checkpoint,
         unless the reason says that it is not the state after these tokens."""
-        self._require_lease("release", lease)
-        if not isinstance(reason, ReleaseReason):
-            raise CacheMisuse("release", f"the reason is {shown(reason)}, but must be a ReleaseReason")
         if reason is ReleaseReason.PREEMPTED:
             self.counters.preemptions += 1
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
@@ -636,7 +540,6 @@ class KVCache:
 
         Prefixes that other requests share already stay with them; they computed upon them.
         """
-        self._require_lease("discard", lease)
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
@@ -709,9 +612,6 @@ class KVCache:
 
         Pinned rows are in use, and no request can have them. The pins of a tenant, and all together, are bounded.
         """
-        require_tokens("pin", tokens)
-        require_namespace("pin", namespace)
-        require_count("pin", "public_tokens", public_tokens)
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
         # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
@@ -777,10 +677,6 @@ class KVCache:
     def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
         and in the tier below, as far as no running request uses them. Pins of them end."""
-        require_tokens("forget", tokens, 1)
-        require_namespace("forget", namespace)
-        require_count("forget", "first", first)
-        require_count("forget", "public_tokens", public_tokens)
         scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease
@@ -805,8 +701,6 @@ class KVCache:
     def clear(self, namespace: Namespace | None = None) -> int:
         """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Pins end as
         well. Returns the number of blocks that became free."""
-        if namespace is not None:
-            require_namespace("clear", namespace)
         self._release_pins(namespace)
         before = self.pool.free_blocks
         if namespace is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.pools import refuse_small_budget
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from rootstock.cache import KVCache
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.engine.part_list import EngineParts
 from rootstock.engine.stats import Cleared
 from rootstock.engine.tiers.connector import TierConnector

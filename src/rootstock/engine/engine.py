@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.shared_budget import BudgetShare

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.config import EngineConfig
 from rootstock.engine.request import Request
 from rootstock.engine.sampling import leaves_no_token

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.plan import Plan
 from rootstock.engine.parts import Part
 from rootstock.engine.scheduler import Scheduler

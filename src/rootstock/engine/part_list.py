@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rootstock.cache import KVCache
 from rootstock.cache.keys import Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.plan import Plan, Store
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING
 from rootstock.cache.tier_index import TierHit

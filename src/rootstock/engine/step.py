@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, together
 from rootstock.engine.part_list import EngineParts

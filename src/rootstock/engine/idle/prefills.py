@@ -15,9 +15,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.hints import CacheHints
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.prefills import LEAST_GAIN, IdleEnd, IdleKind, IdlePrefill, IdlePrefills, is_in

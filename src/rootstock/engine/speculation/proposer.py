@@ -11,9 +11,9 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.keys import Namespace
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.engine.parts import Forward, Part

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import TierConfig
 from rootstock.engine.tiers.connector import Events, Space, TierConnector

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Identity, Namespace, RecordKey
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
 from rootstock.cache.tier_index import StoredIndex, TierHit

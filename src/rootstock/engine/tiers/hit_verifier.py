@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens

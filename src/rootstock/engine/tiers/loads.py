@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease, ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.parts import Forward, Part
