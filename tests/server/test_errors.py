@@ -19,8 +19,8 @@ from rootstock.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from rootstock.server.openai.structured import _FIELDS as STRUCTURED
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
+from rootstock.text.constraints.openai_fields import _FIELDS as STRUCTURED
 from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until

@@ -13,8 +13,9 @@ from functools import partial
 
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Finished
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.fields import REASONING_SWITCHES
-from rootstock.server.wire import Diagnose, Json, PreparedChat, ServedModel
+from rootstock.server.wire import Diagnose, Json
 from rootstock.text.prompts.fingerprint import Comparison, EarlierNotFound
 
 _ANTHROPIC_REASONS = {

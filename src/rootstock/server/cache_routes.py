@@ -16,6 +16,7 @@ from rootstock.config import ServerConfig
 from rootstock.engine.clearing import Clearing
 from rootstock.engine.stats import Cleared
 from rootstock.errors import InvalidParameter, RequestError, RootstockError
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, is_operator, may_read_prompts, may_use_model, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors, error_body, error_response
 from rootstock.server.explainer import Explainer
@@ -24,7 +25,6 @@ from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.prompt_bodies import StateRoute
-from rootstock.server.wire import ServedModel
 from rootstock.text.prompts.explained import volatile_in_words
 from rootstock.text.prompts.salt import salt_of
 from rootstock.text.tokenizer import ModelTokenizer

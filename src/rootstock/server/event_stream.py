@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock.engine.request import Aborted, Failed, Finished, PromptScored, Usage
 from rootstock.errors import RootstockError, StepFailed
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import meter_of
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone
@@ -26,7 +27,7 @@ from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_piece
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_info import MAX_NAME_CHARS, RequestInfo, info_of
-from rootstock.server.wire import Call, ChoiceHistory, Json, ServedModel
+from rootstock.server.wire import Call, ChoiceHistory, Json
 
 log = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from rootstock.errors import (
     QueueFull,
     RootstockError,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
-from rootstock.server.wire import ServedModel
 from rootstock.tiers.disk.tier import clear_directory
 
 log = logging.getLogger(__name__)

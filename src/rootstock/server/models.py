@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from rootstock.cache.families import FullAttention
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
@@ -27,18 +26,15 @@ from rootstock.errors import (
     ModelNotLoaded,
     Unsupported,
 )
+from rootstock.pipeline.model import ChatRules, ServedModel
 from rootstock.runtime.base import Embedder
 from rootstock.server.access import refuse_model_of_others
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.errors import ClientGone
 from rootstock.server.model_slots import AwaitedModel, Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
-from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
-from rootstock.server.wire import ServedModel
 from rootstock.text.limits import refuse_surrogates
-from rootstock.text.output.detect import detect, named, visible_tokens
 from rootstock.text.prompts.fingerprint import Fingerprints
-from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 
 T = TypeVar("T")
@@ -51,45 +47,26 @@ def served_model(
     made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
 ) -> ServedModel:
     """Makes the model of an engine. The caller starts and stops the engine. Raises InvalidOption."""
-    engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
-    prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    engine = made.engine
+    rules = ChatRules(
+        config.parse_special_tokens,
+        config.tool_parser if own is None else own.tool_parser,
+        config.drop_volatile,
+        refuses_media=((own and own.media) or config.media) == "refuse",
+    )
+    model = ServedModel.of(made, rules, None if own is None else own.name, fingerprints=fingerprints)
     if config.public_prompts is not None:
         engine.public_heads = public_heads(
             read_public_prompts(config.public_prompts),
-            prompts,
+            model.tokenizer,
             parse=config.parse_special_tokens,
             drop_volatile=config.drop_volatile,
         )
     if config.dashboard:
         engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
-    next_turns = None
     if engine.constraints is not None:
         engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
-    if engine.parts.idle_prefills is not None:
-        next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
-    tool_parser = config.tool_parser if own is None else own.tool_parser
-    output = detect(tokenizer) if tool_parser == "auto" else named(tool_parser, tokenizer)
-    return ServedModel(
-        made.description.name if own is None else own.name,
-        made.description.vocab_size,
-        prompts,
-        made.defaults,
-        engine.context_limit,
-        engine.config.max_batch + engine.config.max_queue,
-        engine,
-        made.description,
-        made.block_size,
-        config.parse_special_tokens,
-        wants_boundaries=not all(isinstance(family, FullAttention) for family in families),
-        constraints=engine.constraints,
-        output=output,
-        visible_tokens=visible_tokens(output, tokenizer),
-        reuses_prefixes=engine.reuses_prefixes,
-        drop_volatile=config.drop_volatile,
-        refuses_media=((own and own.media) or config.media) == "refuse",
-        fingerprints=fingerprints,
-        next_turns=next_turns,
-    )
+    return model
 
 
 class ModelRegistry:

@@ -26,8 +26,8 @@ from rootstock.server.openai.schema import (
     ExplainRequest,
     WarmRequest,
 )
-from rootstock.server.openai.structured import CONSTRAINT_FIELDS
 from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.text.constraints.openai_fields import CONSTRAINT_FIELDS
 from rootstock.text.limits import MAX_LABEL_CHARS
 
 MAX_UNKNOWN_FIELDS = 16

@@ -24,6 +24,7 @@ from rootstock.errors import (
     RequestError,
     RootstockError,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, meter_of
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
@@ -37,7 +38,7 @@ from rootstock.server.prompt_bodies import StateRoute, refuse_misspelled
 from rootstock.server.rate_limits import Meter
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import pytest
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.anthropic.calls import counted_tokens, messages_call
 from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.anthropic.signatures import signature_of
-from rootstock.server.wire import ServedModel
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from text.prompts.chat_tokenizers import chat_tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from rootstock.errors import PromptTextTooLong
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
@@ -12,7 +13,7 @@ from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel, hints_of
+from rootstock.server.wire import Call, Json, call_of, hints_of
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
@@ -48,7 +49,8 @@ def messages_call(
         applied,
         diagnose,
     )
-    return model.call(
+    return call_of(
+        model,
         format,
         chat.requests(id, 1, sampling, stop, diagnose=asked is not None, hints=hints.cache),
         stream=bool(body.stream),

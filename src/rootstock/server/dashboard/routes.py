@@ -35,6 +35,7 @@ from rootstock.errors import (
     QueueFull,
     RouteNotFound,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import (
     OPEN_FILES,
     Keys,
@@ -53,7 +54,7 @@ from rootstock.server.drain import Drain
 from rootstock.server.models import ModelRegistry
 from rootstock.server.pin_routes import owner_of_pins, pin_body, release_pin
 from rootstock.server.sessions import SESSION_S, Sessions, cookie_name
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
 
 _NODE_GONE = "This node is gone: it was evicted or cleared."
 _REQUEST_GONE = "This request has ended already."

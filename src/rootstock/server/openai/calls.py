@@ -11,6 +11,7 @@ import numpy as np
 
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
@@ -25,7 +26,7 @@ from rootstock.server.openai.schema import (
     GenerationFields,
     StreamOptions,
 )
-from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel, hints_of
+from rootstock.server.wire import Call, Diagnose, Json, call_of, hints_of
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.text.prompts.salt import salt_of
@@ -136,7 +137,8 @@ def _call(
     continuous_prompt_tokens = None
     if options.continuous_usage_stats:
         continuous_prompt_tokens = sum(len(one.tokens) for one in requests[:: body.choices_per_prompt])
-    return model.call(
+    return call_of(
+        model,
         OpenAIFormat(format, options.include_usage, diagnose, hints, continuous_prompt_tokens),
         requests,
         choices_per_prompt=body.choices_per_prompt,

@@ -34,10 +34,10 @@ from rootstock.server.fields import (
 )
 from rootstock.server.hints.fields import HintFields
 from rootstock.server.openai.chat_answers import CallStyle
-from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
 from rootstock.text.chat_template import TemplateNames
 from rootstock.text.constraints.asked import Constraint
+from rootstock.text.constraints.openai_fields import constraint_of
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.types import Conversation, IgnoredField
 from rootstock.text.limits import (

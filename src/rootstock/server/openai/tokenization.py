@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rootstock.cache.types import Tokens
 from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
@@ -20,7 +21,7 @@ from rootstock.server.json_pieces import LazyList, items_text
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.schema import ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 from rootstock.text.prompts.salt import salt_of
 from rootstock.text.tokenizer import ModelTokenizer, token_text

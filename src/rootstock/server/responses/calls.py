@@ -23,6 +23,7 @@ from rootstock.errors import (
     TooManyLogprobs,
     Unsupported,
 )
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.fields import USUAL_VERBOSITY
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
@@ -36,7 +37,7 @@ from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel, hints_of
+from rootstock.server.wire import Call, Json, call_of, hints_of
 from rootstock.text.conversation.types import Conversation, Message, Text
 from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.text.prompts.salt import salt_of
@@ -126,7 +127,8 @@ class Responses:
             prepared.compacts,
         )
         kept = prepared.kept
-        return model.call(
+        return call_of(
+            model,
             ResponseFormat(answering) if kept is None else CompactionFormat(answering, input_items(id, kept)),
             chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
             stream=bool(body.stream),
