@@ -82,8 +82,8 @@ class Admission:
         is_idle: bool = False,
         session: int = 0,
     ) -> Admitted | Deferred:
-        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is that of the
-        request, if it is known already.
+        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is the
+        session of the request, if it is known already.
 
         The full family's blocks of a prompt of n tokens:
 

@@ -64,7 +64,7 @@ class Explanation:
     cap: Cap
     divergence: int | None  # position of the first token that is not cached; None: all are
     asked_token: int | None  # the prompt's token there
-    # The tokens with which cached prefixes go on there; None, here and below: not told.
+    # The tokens with which cached prefixes go on there. None, here and in the fields below: withheld from clients.
     cached_tokens_there: tuple[int, ...] | None
     evicted_tokens: int | None  # how many of the following tokens were cached once
     pending_tokens: int | None  # how many of the following tokens a running request is computing now

@@ -111,7 +111,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are those of the
+    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are at the
     positions start … end - 1; `parent` is the digest of the tokens before them and `own` of all tokens up to the end
     (`prefix_digest`, 16 bytes each).
 

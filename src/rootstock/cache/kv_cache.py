@@ -188,12 +188,12 @@ class KVCache:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are leases besides those of pins."""
+        """True if there are leases that belong to no pin."""
         return len(self._leases) > len(self._pins)
 
     @property
     def others_have_requests(self) -> bool:
-        """Whether requests of other models use memory of a shared budget, which they give back when they end."""
+        """True if requests of other models use memory of a shared budget, which they give back when they end."""
         return self.share is not None and self.share.others_have_requests
 
     @property
@@ -418,8 +418,8 @@ class KVCache:
         return self._volatile
 
     def _verified(self, match: Match) -> Match:
-        """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
-        a bug of ours: a miss is better than a wrong answer."""
+        """Drops a matched checkpoint whose digest differs from the prefix's, and matches again. Such a checkpoint is
+        a bug in Rootstock, and a miss is better than a wrong answer."""
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length

@@ -376,7 +376,7 @@ class PrefixTree:
         lease.node = node
 
     def _adopt(self, lease: Lease, node: Node) -> None:
-        """Replaces the lease's blocks by those of a node with the same tokens; returns the duplicates to the pool.
+        """Replaces the lease's blocks by a node's blocks of the same tokens; returns the duplicates to the pool.
 
         A block that the lease will still write into remains its own; the lease then uses the node's block as well.
         """
@@ -625,7 +625,7 @@ class PrefixTree:
             self.queue.put(node)  # its rank may have fallen
 
     def _rank_again(self, checkpoint: Checkpoint) -> None:
-        """Queues a checkpoint again whose rank may have fallen, and with it that of the leaf that ends there."""
+        """Queues a checkpoint, and the leaf that ends there, again, because the checkpoint's rank may have fallen."""
         node = checkpoint.node
         assert node is not None
         if checkpoint.queue_ticket:

@@ -199,8 +199,9 @@ class Node:
 class Root(Node):
     """The beginning of a namespace: no tokens, no blocks, never evicted.
 
-    A *private* root lies at the end of a public head, below the node that ends there: what one tenant's prompts go on
-    with. Its namespace may have several, and one without a parent, for prompts that begin with no public head.
+    A *private* root lies at the end of a public head, below the node that ends there. Below it are the continuations
+    of one tenant's prompts. A namespace may have several private roots, and one without a parent, for prompts that
+    begin with no public head.
     """
 
     __slots__ = ("namespace",)
@@ -382,7 +383,7 @@ def kept_part(tokens: Tokens) -> Tokens:
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
-    The position lies in (node.start, node.end], or is that of the root.
+    The position lies in (node.start, node.end], or is the root's.
     """
     node, position, length = root, root.end, len(tokens)
     while position < length:
@@ -512,7 +513,7 @@ def walk(root: Node) -> Iterator[Node]:
 
 
 def below(node: Node) -> Iterator[Node]:
-    """Yields the nodes right below a node, those of private roots included."""
+    """Yields the nodes right below a node, including the nodes right below its private roots."""
     yield from node.children.values()
     for root in node.private_roots.values():
         yield from root.children.values()

@@ -1,7 +1,7 @@
 """The entries that hints retain: of one cache, and of all caches of its budget.
 
 The bounds hold for the caches of a budget together. Each cache has a ledger of its own. The entry that gives up its
-place may be one of any cache: of those of the lowest level, the one that saves the least prefill per byte.
+place may be in any cache: it is the entry of the lowest level that saves the least prefill per byte.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Protocol
 from rootstock.cache.retention import Level
 from rootstock.cache.tenants import Tenants
 
-# Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
-# logarithm of the seconds that a byte saves.
+# Orders the entries of all caches as `Rank` orders the eviction queue of one cache. Only the last part differs: it is
+# the logarithm of the seconds that a byte saves.
 Value = tuple[bool, bool, int, int, bool, float]
 # Orders retained entries within a tenant's share: the level, then the logarithm of the seconds that a byte saves.
 Standing = tuple[Level, float]
@@ -83,7 +83,7 @@ class RetainingCache(Protocol):
         ...
 
     def displace_least(self, tenant: str) -> None:
-        """Takes the grant of that entry away, and with a node's those of the same tenant below it."""
+        """Takes the grant of that entry away. With a node, also takes the grants of the same tenant below it."""
         ...
 
 
@@ -180,7 +180,7 @@ class BudgetShare:
 
     @property
     def has_requests(self) -> bool:
-        """Whether the cache gives memory back by itself: when a request ends, or the cache's owner."""
+        """True if the cache gives memory back by itself: when a request ends, or the cache's owner."""
         if self.is_closed:
             return self.owned_bytes > 0
         return self._pinning is not None and self._pinning.has_requests
@@ -241,7 +241,7 @@ class BudgetShare:
         return self.budget.backed_bytes - self.budget.budget_bytes
 
     def valued(self, value: Value) -> Value:
-        """Returns a value at this cache's price, comparable with those of the other caches."""
+        """Returns a value at this cache's price, comparable with values of the other caches."""
         return *value[:5], value[5] + self.log_price
 
     def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:

@@ -1,7 +1,7 @@
 """Volatile spans: a few tokens that change from prompt to prompt, with equal tokens before and after them.
 
 A date, a version or a session's id in the head of a prompt is enough to lose the cache of everything behind it. When
-a prompt diverges from the cached prefixes, its next tokens are compared with those of the sibling branches. If both
+a prompt diverges from the cached prefixes, its next tokens are compared with the sibling branches. If both
 agree again after at most `MAX_SPAN` tokens, and for at least `MIN_AGREED` tokens, the tokens between are a volatile
 span.
 

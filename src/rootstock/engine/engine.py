@@ -124,7 +124,7 @@ class Engine:
         self._finished = False
         self._step_began: float | None = None
 
-        # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
+        # Compiles the constraints of answers. None: without a tokenizer, tokens have no text.
         self.constraints: ConstraintCompiler | None = None
         if tokenizer is not None:
             eos = self._limits.eos_token_ids
@@ -144,7 +144,7 @@ class Engine:
         self.stop()
 
     def start(self, device: DeviceThread | None = None) -> None:
-        """Starts the engine on a thread of its own, or on that of a device which serves several models."""
+        """Starts the engine on a thread of its own, or on the thread of a device that serves several models."""
         assert self._thread is None, "an engine is started once"
         if device is not None:
             self._device, self._thread, self._wake = device, device.thread, device.wake
@@ -192,7 +192,7 @@ class Engine:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether prefix caching is enabled."""
+        """True if prefix caching is enabled."""
         return self._cache.reuse
 
     def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
@@ -448,7 +448,7 @@ class Engine:
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 
-        With a salt, drops those of one tenant only. Raises the errors of `clear`.
+        With a salt, drops the prefixes of one tenant only. Raises the errors of `clear`.
         """
         return self.clear(Clearing(salt))
 
@@ -560,7 +560,7 @@ class Engine:
 
     @property
     def has_turn(self) -> bool:
-        """Whether there are commands, or a step can run."""
+        """True if there are commands, or a step can run."""
         if not self._commands.empty():
             return True
         if not self.scheduler.has_work or self.steps.is_blocked:
@@ -573,7 +573,7 @@ class Engine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the waiting requests need memory that a request of another model uses."""
+        """True if the waiting requests need memory that a request of another model uses."""
         return self.scheduler.has_work and self.steps.is_blocked
 
     @property

@@ -67,7 +67,7 @@ class LoadSource(Protocol):
     """Tiers from which prefixes are loaded."""
 
     @property
-    def loading(self) -> int: ...  # loads in flight, also those of ended requests
+    def loading(self) -> int: ...  # loads in flight, also for ended requests
 
     @property
     def next_overdue_s(self) -> float | None: ...  # seconds until a load has taken too long; None: none can

@@ -344,7 +344,7 @@ class StepRunner:
 
 @dataclass(slots=True)
 class _Result:
-    """The rows of one sequence in a step, and what was sampled from the last one."""
+    """The rows of one sequence in a step, and the token that was sampled from the last one."""
 
     logits: Logits
     sampled: SampledToken | None = None

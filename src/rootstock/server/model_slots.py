@@ -62,7 +62,7 @@ class Unloaded:
 class Loading:
     done: Future[None]
     awaited: int = 0  # requests that will use the model
-    loaded: Loaded | None = None  # what became of it
+    loaded: Loaded | None = None  # the model, once its load has succeeded
 
 
 @dataclass(slots=True)
@@ -514,7 +514,7 @@ class ModelSlots:
         del model
         for follower in self._unload_followers:
             follower()
-        gc.unfreeze()  # what was loaded at the start is garbage now, too
+        gc.unfreeze()  # objects that were loaded at the start are garbage now, too
         gc.collect()
         if engine() is None:
             gc.freeze()  # else a page still reads from the engine: frozen, its cycles would never be collected

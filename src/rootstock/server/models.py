@@ -194,7 +194,7 @@ class ModelRegistry:
         return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
     def is_adapter(self, asked: str) -> bool:
-        """Returns whether a name is that of a LoRA adapter."""
+        """Returns whether a name belongs to a LoRA adapter."""
         return asked not in self._by_name and self._slot_of_adapter(asked) is not None
 
     def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
@@ -244,7 +244,7 @@ class ModelRegistry:
         return model
 
     def slots_of(self, asked: str | None, request: Request) -> list[ModelSlot]:
-        """Returns the place of the generation model of a name, loaded or not; without one, those of all.
+        """Returns the slot of the generation model with this name, loaded or not; without a name, all slots.
 
         Raises ModelNotAllowed, Unsupported and the errors of `slot`.
         """
@@ -294,7 +294,7 @@ class ModelRegistry:
 
     @property
     def computes(self) -> bool:
-        """Whether an engine has running requests."""
+        """True if an engine has running requests."""
         return bool(self.health().running)
 
     def health(self) -> Health:

@@ -190,7 +190,7 @@ class Call:
         return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
 
     def refuse_too_many_logprobs(self, context_limit: int) -> None:
-        """Bounds the log-probabilities of the response: each choice repeats those of its prompt.
+        """Bounds the log-probabilities of the response: each choice repeats the log-probabilities of its prompt.
 
         Raises TooManyLogprobs.
         """
@@ -344,7 +344,7 @@ class ServedModel:
         )
 
     def clear(self, clearing: Clearing) -> Cleared:
-        """Removes cached prefixes, and what is kept of their texts. Raises the errors of `Engine.clear`."""
+        """Removes cached prefixes, and the stored data of their texts. Raises the errors of `Engine.clear`."""
         if clearing.memory and not clearing.public:
             self.tokenizer.forget(clearing.salt)
             self.fingerprints.forget(clearing.salt)

@@ -29,7 +29,7 @@ class IdleTask(Protocol):
 
     @property
     def holds_rows(self) -> bool:
-        """Whether `pause` has something to release or to cancel."""
+        """True if `pause` has something to release or to cancel."""
         ...
 
     @property

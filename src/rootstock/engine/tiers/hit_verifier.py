@@ -186,7 +186,7 @@ class HitVerifier(Part):
                 Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
         except PoolsLost:
-            raise  # every cached row is lost, not only those of this check
+            raise  # every cached row is lost, not only the rows of this check
         except Exception:
             log.exception("a hit could not be computed anew")
             return False

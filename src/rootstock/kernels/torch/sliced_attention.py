@@ -178,7 +178,7 @@ class SlicedAttention:
 
 def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:
     first, tokens = int(slots[0]), len(slots)
-    # A cheap test first: only slots whose ends are as far apart as those of a run are compared in full.
+    # A cheap test first: slots are compared in full only if their ends are as far apart as the ends of a run.
     adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
     return Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
 

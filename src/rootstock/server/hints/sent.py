@@ -242,7 +242,7 @@ class _Reader:
             and nvext.session_control.timeout is not None
         ):
             yield "nvext.session_control.timeout", float(nvext.session_control.timeout)
-        # With the mode 'explicit' the time is that of the breakpoints alone.
+        # With the mode 'explicit' the time holds for the breakpoints alone.
         if options is not None and options.ttl is not None and options.mode != "explicit":
             yield "prompt_cache_options.ttl", self._breakpoint_s()
         if self.body.prompt_cache_retention == "24h":

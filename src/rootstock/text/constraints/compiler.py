@@ -74,7 +74,7 @@ class ConstraintCompiler:
         weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
-        """Does what the first constraint would wait for: reads the vocabulary, about a second for 100,000 tokens."""
+        """Reads the vocabulary, so that the first constraint need not wait: a second for 100,000 tokens."""
         try:
             self._host(self._read_vocabulary())
         except UnfitTokens:
@@ -107,7 +107,7 @@ class ConstraintCompiler:
             key, kept = (
                 (salt, grammar),
                 self._grammars,
-            )  # not `self`: what is kept must not keep this compiler
+            )  # not `self`: stored functions must not keep this compiler alive
             compiled = self._grammars.get(
                 key,
                 lambda: self._compiled(grammar, vocabulary, param, tenant, lambda: kept.drop(key)),

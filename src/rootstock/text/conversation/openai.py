@@ -71,7 +71,7 @@ def conversation_of(
     parallel: bool = True,
     names: tuple[str, str] = ("tools", "tool_choice"),
 ) -> Conversation:
-    """Translates a client's conversation. `names` are those of the client's two fields.
+    """Translates a client's conversation. `names` are the names of the client's two fields.
 
     Raises InvalidParameter, MissingParameter and Unsupported.
     """

@@ -1,4 +1,4 @@
-"""Formats of models' answers, as data: how a call is written, what encloses the reasoning, and which tokens do so.
+"""Formats of models' answers, as data: how a call is written, and which texts and tokens enclose the reasoning.
 
 The notes name the models whose chat templates write the format. `detect.py` finds a model's format.
 """

@@ -190,7 +190,7 @@ class _Alignment:
                 yield here + end - start, tokens, end
 
     def _rest(self, piece: int, chars: int, *, anew: bool) -> Tokens | None:
-        """Returns tokens of a piece after its first characters: the tokenizer's own, or else those of the text."""
+        """Returns tokens of a piece after its first characters: the tokenizer's own, or else the text's tokens."""
         own = self._spelled.get(piece)
         if own is None:
             own = self._spelled[piece] = self._spelling.spelled(self._encode(self._first + piece))
