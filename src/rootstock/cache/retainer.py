@@ -39,7 +39,7 @@ from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
-MOST_SHARES = 8  # that tenants divide the retainable bytes into: of more tenants, each may still have an eighth
+MOST_SHARES = 8  # of the retainable bytes: of more tenants, each may still have an eighth
 NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
 EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
