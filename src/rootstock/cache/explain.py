@@ -81,8 +81,8 @@ class Explanation:
     )
 
     def of_the_prompt(self) -> Explanation:
-        """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
-        running requests of others in the namespace, and whether there are any."""
+        """Returns the part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions
+        and running requests of others in the namespace, and whether there are any."""
         cap, message = self.cap, self.message
         if cap in ("diverged", "evicted", "end_of_cached"):
             cap = "not_cached" if self.found_tokens else "nothing_cached"

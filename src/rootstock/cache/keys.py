@@ -50,7 +50,7 @@ class Namespace:
                 raise InvalidOption(name, shown(getattr(self, name)), "text")
 
     def digest(self) -> bytes:
-        """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
+        """Returns a hash of 16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")

@@ -725,7 +725,7 @@ class KVCache:
         self.tree.version = version + 1  # invalidates earlier matches
 
     def stats(self) -> CacheStats:
-        """Counters and sizes, recounted from the structures at each call: O(nodes)."""
+        """Returns counters and sizes, recounted from the structures at each call: O(nodes)."""
         nodes = list(self.tree.nodes())
         checkpoints = [checkpoint for node in nodes for checkpoint in node.checkpoints.values()]
         pools = self.pools
@@ -759,7 +759,7 @@ class KVCache:
         )
 
     def usage(self) -> PoolUsage:
-        """The memory of each family's pool: O(1), unlike `stats`."""
+        """Reports the memory of each family's pool: O(1), unlike `stats`."""
         pools = self.pools
         families = tuple(
             FamilyStats(

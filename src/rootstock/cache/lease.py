@@ -150,8 +150,8 @@ class Lease:
 
     @property
     def next_checkpoint_position(self) -> int | None:
-        """The position at which a chunk of the prefill must end, because the working state is copied there. None:
-        there is none. Window blocks are still there at the chunk's end."""
+        """The position at which a chunk of the prefill must end, because the working state is copied there. None: no
+        such position. Window blocks are still there at the chunk's end."""
         return None if self.slot == NO_SLOT else min(self.checkpoint_positions, default=None)
 
     @property

@@ -100,7 +100,7 @@ class Pools:
         self.budget_bytes = budget_bytes
         self.share = share  # in a budget that several caches share; None: the budget is this cache's alone
         self.block_size = block_size
-        # Of each family, in the model's order.
+        # Rows of each family, in the model's order.
         self.rows = tuple(budget_bytes // cost for cost in costs) if rows is None else tuple(rows)
         self.windows: list[WindowPool] = []
         unpaid = min(_UNPAID_TOKENS, budget_bytes // _BUDGET_BYTES_PER_UNPAID_TOKEN)

@@ -475,7 +475,7 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
 
 def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block_size: int) -> BlockIds:
     """Returns the blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for
-    those that were released. `position` <= node.end."""
+    released blocks. `position` <= node.end."""
     references = np.full(-(-position // block_size), -1, np.int64)
     filled_from = len(references)
     for step in node.path():

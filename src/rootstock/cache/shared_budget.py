@@ -70,7 +70,7 @@ class RetainingCache(Protocol):
         ...
 
     def firm_bytes(self, tenant: str, level: Level, now: float) -> int:
-        """Returns the bytes that do not yield to new entries of a level, with those that are promised."""
+        """Returns the bytes that do not yield to new entries of a level, with the promised bytes."""
         ...
 
     def least(
@@ -138,8 +138,8 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
-        # Tokens of a prompt, and of them those that the cache has, or had before an eviction: moving averages.
-        # Entries that no request uses again save nothing, however dear their prefill is.
+        # Moving averages: tokens of a prompt, and how many of them are cached or were cached before an eviction.
+        # Entries that no request uses again save nothing, even if their prefill is expensive.
         self._prompt_tokens = self._known_tokens = 0.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None

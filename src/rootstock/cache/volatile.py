@@ -111,8 +111,8 @@ def _hashes(windows: Tokens) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 def realignment(node: Node, found: int, tokens: Tokens) -> Realignment | None:
     """Compares a prompt with the branches from which it diverges at `found`, at or within `node`.
 
-    Its own branch, if it is in the tree by now, is none of them. Returns the realignment with the most tokens that
-    agree. Changes nothing.
+    The prompt's own branch, if it is in the tree by now, does not count. Returns the realignment with the most tokens
+    that agree. Changes nothing.
     """
     branches = _branches(node, found, int(tokens[found]))
     windows = [_following(branch, offset) for branch, offset in branches]
@@ -147,7 +147,7 @@ def _branches(node: Node, found: int, own: int) -> Sequence[tuple[Node, int]]:
 
 
 def _path(node: Node) -> Iterator[Node]:
-    """Yields a node and the nodes below it, each time the one that was used last of those that were added last."""
+    """Yields a node and one path below it. Each step takes the most recently used of the newest children."""
     while True:
         yield node
         if not node.children:

@@ -46,7 +46,7 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """Returns our name of an option, given by it, by vLLM's or by an earlier one. All are without leading dashes."""
+    """Maps a current, old or vLLM name of an option to ours. All names are without leading dashes."""
     return VLLM_NAMES.get(name) or EARLIER_NAMES.get(name, name)
 
 

@@ -169,7 +169,8 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> Quantization | None:
-    """Returns the quantization that a configuration declares, or a file of its own among `names`. None: none is."""
+    """Returns the quantization that a configuration, or a separate file among `names`, declares. None: no
+    quantization."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         of_mlx = fields.get("quantization")

@@ -164,7 +164,7 @@ class Keys:
         return self._path is None or self._version == self._version_of_file()
 
     def reload(self) -> None:
-        """Reads the file of keys again. Keeps the keys if it cannot be used. Not for an event loop."""
+        """Reads the file of keys again. Keeps the keys if it cannot be used. Do not call it on an event loop."""
         assert self._path is not None
         self._version = self._version_of_file()
         try:

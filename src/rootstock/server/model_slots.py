@@ -334,7 +334,7 @@ class ModelSlots:
     def clear(self, slot: ModelSlot, clearing: Clearing) -> Cleared:
         """Removes the cached prefixes of a model, loaded or not. Waits for the end of its load or unload.
 
-        Raises ClearUnderWay, ClearFailed and EngineStopped. Not for an event loop.
+        Raises ClearUnderWay, ClearFailed and EngineStopped. Do not call it on an event loop.
         """
         model = slot.loaded
         if model is not None:

@@ -230,7 +230,7 @@ class ModelRegistry:
         return self._named(asked, model)
 
     def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
-        """Returns the model with the adapter of this name, or the model itself if it is none.
+        """Returns the model with the adapter of this name, or the model itself if the name is not an adapter's.
 
         Raises ModelNotFound for an adapter that was unloaded meanwhile.
         """

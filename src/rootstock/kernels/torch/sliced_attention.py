@@ -254,7 +254,7 @@ class _SlicedStep:
         return out
 
     def _decode(self, query: Tensor, context: _Context) -> Tensor:
-        """query [decodes, q_heads, head_dim] → the same shape."""
+        """Attends decodes: query [decodes, q_heads, head_dim] → the same shape."""
         decodes, q_heads, head_dim = query.shape
         kv_heads = context.keys.shape[1]
         grouped = query.view(decodes, kv_heads, q_heads // kv_heads, head_dim)
@@ -267,7 +267,8 @@ class _SlicedStep:
 
     @staticmethod
     def _decode_level(level: _Level, query: Tensor, context: _Context) -> tuple[Tensor, Tensor]:
-        """query [decodes, kv_heads, group, head_dim] → the same shape, and its log-sum-exp [decodes, kv_heads, group]
+        """Attends a level: query [decodes, kv_heads, group, head_dim] → the same shape, and its log-sum-exp [decodes,
+        kv_heads, group].
 
         A decode without a slice at this level gets zeros and a log-sum-exp of -inf: it weighs nothing in a merge.
         """

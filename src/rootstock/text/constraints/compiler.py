@@ -94,7 +94,8 @@ class ConstraintCompiler:
         """Compiles a constraint, or returns the compiled one of an earlier request with the same salt.
 
         The time that it takes tells whether a grammar was compiled before: only to requests of one salt. Raises
-        ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped. Not for an event loop.
+        ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped. Do not call it on an event
+        loop.
         """
         try:
             vocabulary = self._read_vocabulary()

@@ -218,7 +218,7 @@ class AnswerProgress:
     def _rebuilt(self) -> bool:
         """Replaces a matcher that failed because the states shared with other requests reached their limit.
 
-        Returns False if this answer alone reaches the limit, or would do so again and again.
+        Returns False if this answer alone reaches the limit, or would reach it again and again.
         """
         assert self._matcher is not None
         assert self._grammar is not None

@@ -190,7 +190,7 @@ class OutputFormat:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Returns the marks with which calls begin; those that name a format among others."""
+        """Returns the marks with which calls begin, including marks that name a format."""
         if isinstance(self.shape, Harmony):
             return ("<|channel|>", "<|message|>")
         match self.shape.calls:
