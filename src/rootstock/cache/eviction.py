@@ -91,7 +91,7 @@ class Queueable(Evictable, Protocol):
     @property
     def is_spent(
         self,
-    ) -> bool: ...  # hardly any request resumes there: it goes before all others, however old
+    ) -> bool: ...  # hardly any request resumes there: it is evicted before all others
     @property
     def grant(self) -> Grant | None: ...
 

@@ -366,9 +366,7 @@ class _Application:
 
     def _grant(self, part: Node, claims: Sequence[Claim]) -> bool:
         spent = [at for at in part.checkpoints.values() if at.is_spent]
-        for (
-            each
-        ) in spent:  # of earlier requests: this request retains the ones that the conversation resumes from
+        for each in spent:  # of earlier requests: this one retains the points where the conversation resumes
             self._retainer.take_back(each, claims[0].tenant)
         missing = self._retainer.grant(part, claims, self._kept, self._now)
         if missing:

@@ -1,10 +1,10 @@
-"""A walk over the prefix tree in pieces, for people who look at it: the engine works between two pieces.
+"""A walk over the prefix tree in pieces, for the dashboard: the engine works between two pieces.
 
 A walk of 100,000 nodes takes longer than a step. Between two pieces the tree changes: nodes are added, split, trimmed
-and removed. Each node is reported as it is when the walk comes to it, after its parent. A node that is removed before
-that is left out, and one that is added behind the walk's place may be.
+and removed. Each node is reported as it is when the walk reaches it, after its parent. A node that is removed before
+the walk reaches it is left out. A node that is added behind the walk's place may be left out.
 
-Nodes are reported some hundreds at once, column by column: that takes a quarter of the time of one after the other.
+Nodes are reported some hundreds at once, column by column, in a quarter of the time of one node after the other.
 """
 
 from __future__ import annotations

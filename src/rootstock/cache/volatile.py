@@ -29,7 +29,7 @@ MAX_SPAN = 64  # tokens: an id, a date or a path has up to about 40
 # Two unrelated prompts have a sentence in common, of up to about 20 tokens, but hardly 32 tokens in a row.
 MIN_AGREED = 32
 MIN_DISTINCT = 8  # of the tokens that agree: runs of spaces or of one word tell nothing
-MAX_SPANS = 32  # of one namespace; the one that was seen longest ago goes first
+MAX_SPANS = 32  # of one namespace; the least recently seen one is dropped first
 MAX_NAMESPACES = 256
 MAX_EXAMPLES = 4  # of one span, the latest ones
 

@@ -72,7 +72,7 @@ class Part:
         """Drops the work of a LoRA adapter that is about to be unloaded."""
 
     def restart(self) -> None:
-        """Drops all work, because the cache starts anew. All leases are void."""
+        """Drops all work, because the cache starts empty again. All leases are void."""
 
     def close(self, *, is_sound: bool) -> None:
         """Ends the part's threads and work. `is_sound`: the contents of memory can be trusted."""

@@ -269,7 +269,7 @@ class Scheduler:
         return StepPlan(step.scheduled, step.to_load, step.given_up)
 
     def _protect_hits_of_queued(self) -> None:
-        """Protects the entries that the first queued requests would hit, anew after each change of the cache."""
+        """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
@@ -453,7 +453,7 @@ class Scheduler:
         self._unprotect_hit(sequence)
         sequence.state = Prefilling(admitted.lease)
         sequence.plan = admitted.plan
-        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
+        sequence.prompt_scores.clear()  # scoring starts over after a preemption
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
             sequence.hint_outcomes = admitted.lease.hint_outcomes
@@ -602,7 +602,7 @@ class Scheduler:
         sequence.state = Waiting()
 
     def drain(self) -> None:
-        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
+        """Drops every sequence without telling the cache. Use it when the cache itself is emptied."""
         left = list(self.sequences())
         self._running.clear()
         self._waiting.clear()

@@ -395,7 +395,7 @@ class IdlePrefills(Part):
         connector = self._tier_connector
         assert connector is not None
         if not connector.is_in_flight(load):
-            return  # the cache started anew meanwhile
+            return  # the cache was emptied meanwhile
         self._loading = None
         complete = connector.end(load, ended)
         if complete and job in self._open:

@@ -21,7 +21,7 @@ class IdleTask(Protocol):
         ...
 
     def pause(self) -> bool:
-        """Releases all rows, because requests have arrived. The piece in progress begins anew later.
+        """Releases all rows, because requests have arrived. The piece in progress starts over later.
 
         Returns False if there were none.
         """

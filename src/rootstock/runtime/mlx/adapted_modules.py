@@ -304,7 +304,7 @@ _CHANGES: Mapping[Kind, Change] = {
 
 
 class Merged:
-    """Replacement of a module by one with merged weights, which are made anew, in float32, at each call: the weights
+    """Replacement of a module by one with merged weights, which are computed in float32 at each call: the weights
     of one module at a time are in memory."""
 
     def __init__(self, module: Any, lora: Lora) -> None:

@@ -130,7 +130,7 @@ class LayerPool:
             array[at] = rows.astype(array.dtype)
 
     def renew(self) -> None:
-        """Makes all arrays anew. The old ones are dropped first, because memory may be short."""
+        """Recreates all arrays. The old ones are dropped first, because memory may be short."""
         for number, array in enumerate(self._arrays):
             self._arrays[number] = mx.zeros(array.shape, array.dtype)
 
@@ -167,7 +167,7 @@ class KVPool:
         self._addresses = addresses
 
     def renew(self) -> None:
-        """Makes all arrays anew, after a failed evaluation. Raises EvaluationFailed."""
+        """Recreates all arrays after a failed evaluation. Raises EvaluationFailed."""
         for layer in self.layers.values():
             layer.renew()
         evaluate(self.arrays)

@@ -75,7 +75,7 @@ class MlxRuntime:
         self._states: StatePool | None = None
         self._attention: PoolAttention | None = None
         self._calls = 0
-        self._is_lost = False  # the pools' contents are not known, and they could not be made anew
+        self._is_lost = False  # the pools' contents are not known, and they could not be recreated
 
     @property
     def description(self) -> ModelDescription:
@@ -244,7 +244,7 @@ class MlxRuntime:
             raise PoolsLost(cause) from cause
 
     def _renew(self) -> None:
-        """Makes lost pools anew. Raises PoolsLost if that fails, too."""
+        """Recreates lost pools. Raises PoolsLost if that fails, too."""
         try:
             if self._states is not None:
                 self._states.clear()

@@ -82,7 +82,7 @@ class HostedVocabulary:
 
 
 class GrammarHost:
-    """The process that forks a process for each grammar. It starts when it is needed, and anew after its end.
+    """The process that forks a process for each grammar. It starts when it is needed, and again after it has ended.
 
     All models of this process share it. Any thread may use it.
     """

@@ -40,7 +40,7 @@ class SpliceCounters:
     answers: int = 0  # remembered
     calls: int = 0  # remembered
     spliced_tokens: int = 0  # sampled ids that prompts got back
-    restored_calls: int = 0  # calls that the client or the template had serialized anew
+    restored_calls: int = 0  # calls that the client or the template had serialized again
 
 
 @dataclass(frozen=True, eq=False)

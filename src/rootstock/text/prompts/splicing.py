@@ -86,7 +86,7 @@ class _Splice:
     tokens: Tokens
     pieces: int
     sampled: int
-    calls: int  # serialized anew by the client or the template
+    calls: int  # serialized again by the client or the template
     chars: int
 
 
@@ -138,7 +138,7 @@ class _Alignment:
         return None
 
     def _align(self) -> list[int]:
-        """Finds the equal runs of both. Returns where, in the answer, a call begins that the text serializes anew."""
+        """Finds the equal runs of both. Returns where in the answer a call begins that the text serializes again."""
         own = self._answer.spelled.text
         spans: list[CallSpan] | None = None
         skipped: list[int] = []

@@ -219,7 +219,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def _merged(self, given: Mapping[str, LoraTensors]) -> Iterator[None]:
-        """Runs the model with merged weights, which are made anew at each call of a module: one at a time is in
+        """Runs the model with merged weights, which are computed at each call of a module: one at a time is in
         memory."""
         adapted = {name: self._named[name].forward for name in given}
         try:
