@@ -204,7 +204,7 @@ class EvictedRun:
         self, node: Node, parts: list[Tokens], checkpoints: tuple[int, ...], was_retained: bool
     ) -> None:
         self.node: Node | None = node
-        self.checkpoints = checkpoints[-MAX_CHECKPOINTS:]  # positions that were evicted with it
+        self.checkpoints = checkpoints[-MAX_CHECKPOINTS:]  # their positions; evicted with it
         self.was_retained = was_retained  # its first part: it was evicted within its time to live
         self.parts = parts  # the deepest first
         self.first = parts[-1].item(0)

@@ -344,7 +344,7 @@ class Generation:
 def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:
     """Adds up the usage of one HTTP request.
 
-    The tokens of a prompt count once for all of its choices. Cached tokens are the fewest of any choice.
+    The tokens of a prompt count once for all of its choices. A prompt's cached tokens are the fewest of its choices.
     """
     prompts = [ends[at : at + choices_per_prompt] for at in range(0, len(ends), choices_per_prompt)]
     return Usage(

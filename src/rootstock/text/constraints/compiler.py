@@ -74,7 +74,7 @@ class ConstraintCompiler:
         weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
-        """Reads the vocabulary, so that the first constraint need not wait: a second for 100,000 tokens."""
+        """Reads the vocabulary, so that the first constraint need not wait: 100,000 tokens take about a second."""
         try:
             self._host(self._read_vocabulary())
         except UnfitTokens:
