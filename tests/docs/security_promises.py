@@ -364,7 +364,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{MODELS}::test_a_failed_load_fails_its_requests_and_is_not_tried_for_each",
     ),
     # ---- hints
-    "divide what may be kept among them, requests without hints count as one more tenant": (
+    "divide the retainable memory among them, requests without hints count as one more tenant": (
         f"{HINTS}::test_active_tenants_divide_the_share",
         f"{HINTS}::test_requests_without_hints_count_as_one_more_tenant",
         f"{HINTS}::test_the_rest_of_a_tenant_whose_share_is_full_goes_before_the_prefixes_of_others",

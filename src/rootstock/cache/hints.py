@@ -60,7 +60,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class RetainedLimits:
-    """Limits, set by the operator, of the bytes that hints of a tenant retain, and of those that its pins keep."""
+    """The operator's limits of the bytes that a tenant's hints retain, and of the bytes that its pins keep."""
 
     by_tenant: Mapping[str, int] = field(default_factory=dict)
     others: int | None = None  # of every other tenant; None: no limit

@@ -50,7 +50,7 @@ class Namespace:
                 raise InvalidOption(name, shown(getattr(self, name)), "text")
 
     def digest(self) -> bytes:
-        """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
+        """Returns a hash of 16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")
@@ -111,7 +111,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are those of the
+    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are at the
     positions start … end - 1; `parent` is the digest of the tokens before them and `own` of all tokens up to the end
     (`prefix_digest`, 16 bytes each).
 

@@ -5,11 +5,11 @@ findable after the release, for every `ReleaseReason`.
 
 Admission and eviction rest on one invariant: *a lease uses every block of every node on its path*. Unreferenced
 nodes therefore form whole subtrees whose unused blocks can all be evicted, leaves first. Window blocks and states are
-held by checkpoints alone, any of which can be dropped. So
+held by checkpoints alone, and any checkpoint can be dropped. Therefore the equation
 
     available = free + cached
 
-exactly, in rows of each pool and in bytes, known without looking at the tree. `check()` recounts it.
+holds exactly, in rows of each pool and in bytes, and is evaluated without the tree. `check()` recounts it.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class KVCache:
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
-    below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
-    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
-    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. `lazy_states`: a state takes
-    memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
+    below. With it, plans carry stores of evicted rows; with `through`, stores of all published rows. `retained_share`
+    and `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
+    cache's part in a budget of several caches, and `budget_bytes` is then the whole budget. `lazy_states`: a state
+    takes memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class KVCache:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are leases besides those of pins."""
+        """True if there are leases that belong to no pin."""
         return len(self._leases) > len(self._pins)
 
     @property
     def others_have_requests(self) -> bool:
-        """Whether requests of other models use memory of a shared budget, which they give back when they end."""
+        """True if requests of other models use memory of a shared budget, which they give back when they end."""
         return self.share is not None and self.share.others_have_requests
 
     @property
@@ -243,8 +243,8 @@ class KVCache:
         )
 
     def tier_hit(self, match: Match) -> TierHit | None:
-        """Finds how much deeper this match would go with the records of the tier below; None: no deeper. Changes
-        nothing."""
+        """Finds how much deeper this match would go with the records of the tier below. Returns None if it would go
+        no deeper. Changes nothing."""
         if self.stored is None:
             return None
         return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
@@ -332,7 +332,7 @@ class KVCache:
         session = None
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
-        # A request that was preempted, or whose load has failed, knows its own tokens.
+        # A request that comes back finds its own tokens, so its prompt is not observed again.
         share = self.share if counted and not comes_back else None
         known_tokens = 0 if share is None else self._known_tokens(match)
         answer = self._admission.admit(
@@ -382,7 +382,7 @@ class KVCache:
         return found + self.tree.evicted.evicted_after(node, match.tokens[found:])
 
     def _diverges(self, match: Match) -> bool:
-        """Returns whether a prompt goes on otherwise than the cached prefixes, none of which was evicted there."""
+        """Returns whether a prompt diverges from the cached prefixes, and not only because of an eviction."""
         node, found = match.node, match.found
         if node is None or found >= len(match.tokens):
             return False
@@ -418,8 +418,8 @@ class KVCache:
         return self._volatile
 
     def _verified(self, match: Match) -> Match:
-        """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
-        a bug of ours: a miss is better than a wrong answer."""
+        """Drops a matched checkpoint whose digest differs from the prefix's, and matches again. Such a checkpoint is
+        a bug in Rootstock, and a miss is better than a wrong answer."""
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
@@ -466,8 +466,8 @@ class KVCache:
         """Records that `tokens`, which follow the lease's computed tokens, are computed and in the pools.
 
         Prompt chunks can be found at once, generated tokens a block at a time. If another request has
-        published the same prefix meanwhile, its blocks replace ours and ours are released. The plan keeps the state
-        as a checkpoint where one is due; execute it before the next forward.
+        published the same prefix meanwhile, its blocks replace the lease's own, which are released. The plan
+        keeps the state as a checkpoint where one is due. Execute it before the next forward.
         """
         return self._commit(lease, tokens)
 
@@ -497,8 +497,8 @@ class KVCache:
         return replace(plan, returned=tuple(self.pools.return_rows()))
 
     def return_memory(self, evicted_bytes: int = 0) -> Plan:
-        """Plans to return the memory of all free rows to the system, where it is taken row by row. Before, evicts
-        checkpoints with so many bytes of such memory, the least valuable first. Execute the plan at once."""
+        """Plans to return the memory of all free rows to the system, where it is taken row by row. First evicts
+        checkpoints with `evicted_bytes` of such memory, the least valuable first. Execute the plan at once."""
         if evicted_bytes > 0:
             self.tree.evict_checkpoints(evicted_bytes)
         plan, returned = self._with_stores(NOTHING), tuple(self.pools.return_free_rows())
@@ -538,7 +538,7 @@ class KVCache:
         """Ends a lease whose rows cannot be trusted: publishes nothing, and removes its published tokens and
         checkpoints.
 
-        Prefixes that other requests share already stay with them; they computed upon them.
+        Prefixes that other requests share already stay, because these requests have computed on top of them.
         """
         node = lease.node
         if node is None and self.reuse:
@@ -599,7 +599,7 @@ class KVCache:
         self.tree.unprotect(protection)
 
     def limit_retained(self, limits: RetainedLimits) -> None:
-        """Sets the limits of tenants for later requests and pins. Those that are granted stay."""
+        """Sets the limits of tenants for later requests and pins. Earlier grants and pins stay."""
         self._retained_limits = self._retainer.limits = limits
 
     # -------------------------------------------------------------------------------------------- pins
@@ -638,8 +638,8 @@ class KVCache:
         return pinned
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
-        """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or only
-        one of another tenant than the given one."""
+        """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or if
+        it belongs to another tenant than the given one."""
         pinned = self._pins.take(pin, tenant)
         if pinned is None:
             return False
@@ -655,8 +655,8 @@ class KVCache:
         return self._pins.bytes_of(tenant)
 
     def drop_pin(self) -> bool:
-        """Releases the newest pin, for a request that could not run otherwise: else one of another cache that shares
-        the budget. Returns False if there is none."""
+        """Releases the newest pin, or else a pin of another cache that shares the budget, for a request that could
+        not run otherwise. Returns False if there is no pin."""
         return self.drop_own_pin() or (self.share is not None and self.share.drop_pin_elsewhere())
 
     def drop_own_pin(self) -> bool:
@@ -676,7 +676,7 @@ class KVCache:
 
     def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
-        and in the tier below, as far as no running request uses them. Pins of them end."""
+        and in the tier below, as far as no running request uses them. Releases the pins of these rows."""
         scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease
@@ -699,8 +699,8 @@ class KVCache:
         return self.write_back.take()
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Pins end as
-        well. Returns the number of blocks that became free."""
+        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Releases
+        pins as well. Returns the number of blocks that became free."""
         self._release_pins(namespace)
         before = self.pool.free_blocks
         if namespace is None:
@@ -725,7 +725,7 @@ class KVCache:
         self.tree.version = version + 1  # invalidates earlier matches
 
     def stats(self) -> CacheStats:
-        """Counters and sizes, recounted from the structures at each call: O(nodes)."""
+        """Returns counters and sizes, recounted from the structures at each call: O(nodes)."""
         nodes = list(self.tree.nodes())
         checkpoints = [checkpoint for node in nodes for checkpoint in node.checkpoints.values()]
         pools = self.pools
@@ -759,7 +759,7 @@ class KVCache:
         )
 
     def usage(self) -> PoolUsage:
-        """The memory of each family's pool: O(1), unlike `stats`."""
+        """Reports the memory of each family's pool: O(1), unlike `stats`."""
         pools = self.pools
         families = tuple(
             FamilyStats(

@@ -39,7 +39,7 @@ from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
-MOST_SHARES = 8  # however many tenants there are, each may have this part of what can be retained
+MOST_SHARES = 8  # of the retainable bytes: of more tenants, each may still have an eighth
 NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
 EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
@@ -146,8 +146,8 @@ class Retainer:
         self._demote_if_overdrawn(lease, is_whole, now)
 
     def _demote_if_overdrawn(self, lease: Lease, is_whole: bool, now: float) -> None:
-        """Lets the rest of a tenant whose share is full go before the prefixes of others: what it has retained is
-        taken from its own part of the cache, not from theirs."""
+        """Ranks the unretained prefixes of a tenant whose share is full below the prefixes of others. Its retained
+        prefixes then take room from its own part of the cache, not from the others' parts."""
         assert lease.node is not None
         assert lease.hints is not None
         if self.tenants.count(now) < 2:
@@ -349,7 +349,7 @@ class _Application:
         self._now = now
 
     def run(self) -> bool:
-        """Grants what the share pays for, from the root on. Returns False if it does not pay for all."""
+        """Grants retention from the root on, as far as the share pays. Returns False if it does not pay for all."""
         return all(self._apply(node) for node in self._path)
 
     def _apply(self, node: Node) -> bool:
@@ -366,7 +366,7 @@ class _Application:
 
     def _grant(self, part: Node, claims: Sequence[Claim]) -> bool:
         spent = [at for at in part.checkpoints.values() if at.is_spent]
-        for each in spent:  # of earlier requests: this one retains those that the conversation goes on from
+        for each in spent:  # of earlier requests: this one retains the points where the conversation resumes
             self._retainer.take_back(each, claims[0].tenant)
         missing = self._retainer.grant(part, claims, self._kept, self._now)
         if missing:

@@ -297,7 +297,7 @@ class _Search:
     def _hit_at(self, position: int, found: int, state: Identity | None) -> TierHit | None:
         """Returns the records to load to resume at `position`; None if some of them are not stored."""
         index, size = self.index, self.index.block_size
-        # Of each family, the first position to load; windows first, since they are the likeliest to be missing.
+        # The first position to load of each family. Windows come first, since they are most likely to be missing.
         needed = {family: index.token_families[family].first_visible(position) for family in index.windows}
         base = position
         if self.in_memory < position:

@@ -53,7 +53,7 @@ class WriteBackQueue:
         return stores
 
     def forget(self, namespace: Namespace | None = None) -> None:
-        """Drops the waiting stores, all of them or those of a namespace."""
+        """Drops the waiting stores of a namespace, or all."""
         of = None if namespace is None else namespace.digest()
         self._waiting = {
             key: store
@@ -140,7 +140,7 @@ class WriteBackQueue:
     def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, those of
+            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, for
             # all tenants if they may have continued a public head.
             keys = self.stored.keys_beyond(None if first < scope.public_tokens else scope.namespace, first)
         else:

@@ -46,7 +46,7 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """Returns our name of an option, given by it, by vLLM's or by an earlier one. All are without leading dashes."""
+    """Maps a current, old or vLLM name of an option to ours. All names are without leading dashes."""
     return VLLM_NAMES.get(name) or EARLIER_NAMES.get(name, name)
 
 
@@ -349,7 +349,7 @@ IdleWork = Annotated[
         RETENTION,
         "--idle-work/--no-idle-work",
         "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and "
-        "those of --warm and /v1/cache/warm.",
+        "the prompts of --warm and /v1/cache/warm.",
     ),
 ]
 Warm = Annotated[
@@ -366,8 +366,8 @@ AnswerMemory = Annotated[
     option(
         CACHE,
         "--answer-memory",
-        "Memory for the token ids of answers, such as 64MiB, and as much for those of recent prompts. Prompts that "
-        "repeat an answer get the ids that were sampled, which are cached.",
+        "Memory for the token ids of answers, such as 64MiB, and as much for the token ids of recent prompts. "
+        "Prompts that repeat an answer get the ids that were sampled, which are cached.",
     ),
 ]
 VerifyHits = Annotated[

@@ -66,7 +66,7 @@ def summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, no
 
 
 def _namespace_in_words(content: NamespaceContent) -> str:
-    # The dtype of the model and that of K and V, which `Namespace` joins by a colon.
+    # The dtype of the model and the dtype of K and V, which `Namespace` joins by a colon.
     dtypes = sorted(" and ".join(dict.fromkeys(dtype.split(":"))) for dtype in content.dtypes)
     kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
     return (

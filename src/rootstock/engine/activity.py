@@ -1,7 +1,7 @@
 """The activity of an engine for people who watch it: requests with their phases, hit rates, and recent misses.
 
-`Activity` records a few numbers for each request, whether anybody watches or not: a page that is opened now shows the
-last quarter of an hour. The engine's thread writes; other threads read under the lock.
+`Activity` always records a few numbers for each request, so that a page that is opened now shows the last quarter of
+an hour. The engine's thread writes; other threads read under the lock.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _budget_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int
 
 
 def _pool_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int:
-    """Returns the bytes of memory that the caches may still take; 0: they take what is left."""
+    """Returns the bytes of memory that the caches may still take; 0: they take all memory that is left."""
     if cache is not None and cache.budget_bytes is not None:
         return cache.budget_bytes
     return 0 if shared is None else max(0, shared.budget_bytes - shared.backed_bytes)

@@ -44,7 +44,7 @@ class Clearing:
         return self.salt is None and not self.public
 
     def namespaces(self, model: ModelNamespaces) -> list[Namespace]:
-        """Returns the namespaces whose prefixes go; none, if those of all go."""
+        """Returns the namespaces whose prefixes are dropped; an empty list if all prefixes are."""
         if self.public:
             return [Scope(namespace).public for namespace in model.of_salt("")]
         return [] if self.salt is None else model.of_salt(self.salt)

@@ -1,4 +1,4 @@
-"""The engine: the public face, callable from any thread, and the one thread that owns the cache and the runtime.
+"""The engine: methods that any thread may call, and the one thread that owns the cache and the runtime.
 
 The thread runs the commands that other threads queued, then a step (`step.py`). Without work it sleeps.
 Each accepted request gets exactly one terminal event (`request_table.py`).
@@ -111,20 +111,20 @@ class Engine:
         self._requests = RequestTable(config.max_batch, config.max_queue, self._hooks.ended)
         self.steps = StepRunner(runtime, cache, self._requests, self.parts, clock)
         self.adapters = AdapterTable()
-        self._loading = threading.Lock()  # of adapters: one at a time
-        self._has_nameless_adapters = False  # whose last requests run
+        self._loading = threading.Lock()  # held while an adapter is loaded: one at a time
+        self._has_nameless_adapters = False  # True: requests of unloaded adapters still run
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds
         self._clearer = CacheClearer(self.call, cache, self.parts, tier_connector)
         self._thread: threading.Thread | None = None
-        self._device: DeviceThread | None = None  # whose thread it is; None: the engine's own
+        self._device: DeviceThread | None = None  # that owns the thread; None: the engine has its own
         self._wake: Callable[[], None] = lambda: None
         self._finishing = threading.Lock()  # of _finished
         self._finished = False
         self._step_began: float | None = None
 
-        # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
+        # Compiles the constraints of answers. None: without a tokenizer, tokens have no text.
         self.constraints: ConstraintCompiler | None = None
         if tokenizer is not None:
             eos = self._limits.eos_token_ids
@@ -144,7 +144,7 @@ class Engine:
         self.stop()
 
     def start(self, device: DeviceThread | None = None) -> None:
-        """Starts the engine on a thread of its own, or on that of a device which serves several models."""
+        """Starts the engine on a thread of its own, or on the thread of a device that serves several models."""
         assert self._thread is None, "an engine is started once"
         if device is not None:
             self._device, self._thread, self._wake = device, device.thread, device.wake
@@ -187,12 +187,12 @@ class Engine:
 
     @property
     def budget_share(self) -> BudgetShare | None:
-        """The cache's part in a budget of several models. None: its budget is its own."""
+        """The cache's part in a budget of several models. None: the cache has a budget of its own."""
         return self._cache.share
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether prefix caching is enabled."""
+        """True if prefix caching is enabled."""
         return self._cache.reuse
 
     def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
@@ -213,7 +213,7 @@ class Engine:
         """
         with self._loading:
             self.adapters.refuse_taken(name)
-            source = read_adapter(name, path)  # on the caller's thread: it may be as long as the disk needs
+            source = read_adapter(name, path)  # on the caller's thread, because the disk may be slow
 
             def load() -> NamedAdapter:
                 adapter = NamedAdapter(name, source.directory, self._runtime.load_adapter(source))
@@ -242,7 +242,7 @@ class Engine:
         self._has_nameless_adapters = bool(nameless & in_use)
 
     def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
-        """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
+        """Returns the namespaces of a prompt. With a salt that a client chose, the whole prompt is private."""
         namespace = self.namespace(salt, adapter)
         if self.public_heads is None or is_chosen_by_client(salt):
             return Scope(namespace)
@@ -289,7 +289,7 @@ class Engine:
         self.parts.idle_prefills.submit(prefill)
 
     def cached_tokens(self, tokens: Tokens, salt: str = "", adapter: str = "") -> int:
-        """Returns how many of the tokens a prompt that begins with all of them would find in memory now."""
+        """Returns how many of the tokens are in memory now, for a prompt that begins with all of them."""
         scope = self.scope(tokens, salt, adapter)
         longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
         return self.call(
@@ -376,7 +376,7 @@ class Engine:
         return self.call(explain)
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
-        """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
+        """Returns the volatile spans of one salt's prompts, or of all prompts, the costliest first."""
         namespaces: list[Namespace | None] = [None] if salt is None else [*self.namespaces.of_salt(salt)]
         found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
         return sorted(found, key=lambda span: -span.recomputed_tokens)
@@ -430,11 +430,14 @@ class Engine:
         return self._clock()
 
     def walk_tree(self, numbers: Iterator[int], previous: TreeWalk | None = None) -> TreeWalk:
-        """Begins a walk over the cache's tree, which `continue_walk` goes on with."""
+        """Begins a walk over the cache's tree. `continue_walk` continues it."""
         return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, numbers, previous))
 
     def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
-        """Walks on between two steps, for some processor time of the thread. Returns whether nodes are left."""
+        """Continues a walk between two steps, for `for_s` of the thread's processor time.
+
+        Returns whether nodes are left.
+        """
         return self.call(lambda: walk.advance(for_s, time.thread_time))
 
     def node_detail(self, walk: TreeWalk, number: int) -> NodeDetail | None:
@@ -448,7 +451,7 @@ class Engine:
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 
-        With a salt, drops those of one tenant only. Raises the errors of `clear`.
+        With a salt, drops the prefixes of one tenant only. Raises the errors of `clear`.
         """
         return self.clear(Clearing(salt))
 
@@ -462,7 +465,7 @@ class Engine:
     def clear(self, clearing: Clearing) -> Cleared:
         """Drops cached prefixes that no running request uses.
 
-        In memory, the tails of all tenants behind a public head go with it.
+        If a public head is dropped in memory, the private tails of all tenants below it are dropped as well.
 
         Raises ClearUnderWay, EngineStopped, and ClearFailed if records may remain on the disk.
         """
@@ -493,7 +496,7 @@ class Engine:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if isinstance(error, AssertionError | CacheMisuse):  # our own structures may be half changed
+                if isinstance(error, AssertionError | CacheMisuse):  # internal state may be half changed
                     raise
 
         self.run_soon(run)
@@ -516,11 +519,11 @@ class Engine:
                     self.step(self.next_command())
             is_sound = True
         finally:
-            # Also after an exception that no handler can recover from: every request gets its terminal event.
+            # Every request gets its terminal event, also after an exception that no handler can recover from.
             self._finish(is_sound)
 
     def _finish(self, is_sound: bool) -> None:
-        """Ends every request, and the tiers. Idempotent. Not while the engine's thread runs a step."""
+        """Ends every request, and closes the parts. Idempotent. Call it only while no step runs."""
         with self._finishing:
             if self._finished:
                 return
@@ -560,7 +563,7 @@ class Engine:
 
     @property
     def has_turn(self) -> bool:
-        """Whether there are commands, or a step can run."""
+        """True if there are commands, or a step can run."""
         if not self._commands.empty():
             return True
         if not self.scheduler.has_work or self.steps.is_blocked:
@@ -573,7 +576,7 @@ class Engine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the waiting requests need memory that a request of another model uses."""
+        """True if the waiting requests need memory that a request of another model uses."""
         return self.scheduler.has_work and self.steps.is_blocked
 
     @property
@@ -582,7 +585,11 @@ class Engine:
 
     @property
     def next_overdue_s(self) -> float | None:
-        """Seconds until a load is overdue, while nothing can run before it has ended, or until idle work is due."""
+        """Seconds until the engine needs a turn without a command; None: it needs none.
+
+        Without requests, this is the time until idle work is due. If nothing can run before a load has ended, it is
+        the time until a load is overdue.
+        """
         if not self.scheduler.has_work:
             return self.parts.idle_work.next_turn_s
         return self.scheduler.tiers.next_overdue_s if self.steps.is_stalled else None
@@ -592,7 +599,7 @@ class Engine:
         return self.parts.idle_work.pause()
 
     def detach(self) -> None:
-        """Keeps other models from evicting: the device's thread gives no more turns."""
+        """Keeps other models from evicting entries of this cache, because the engine gets no more turns."""
         if self._cache.share is not None:
             self._cache.share.close()
 
@@ -617,7 +624,7 @@ class Engine:
     def step(self, command: Callable[[], None] | None = None) -> bool:
         """Runs the queued commands and one step. Returns False if there was nothing to do.
 
-        For the engine's thread, or a test that did not start it.
+        Only the engine's thread calls it, or a test that has not started the engine.
         """
         self._step_began = self._clock()
         try:

@@ -1,4 +1,4 @@
-"""`--memory-limit`: a limit of the whole process's memory, kept by what the engine does between two steps.
+"""`--memory-limit`: a limit of the whole process's memory, which the engine enforces between two steps.
 
 Pools and weights are bounded from the start. Activations, freed buffers that a library keeps, states, tokenized
 prompts and adapters are added to them, and their sum cannot be predicted. The footprint is therefore measured:
@@ -107,7 +107,7 @@ class MemoryWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last measurement is old enough for another."""
+        """True if the last measurement is old enough for another."""
         return self._clock() >= self._due
 
     def measure(self) -> None:
@@ -163,7 +163,7 @@ class MemoryGuard(Part):
 
     @property
     def holds_idle_work(self) -> bool:
-        """Whether memory is too scarce for work that no request waits for."""
+        """True if memory is too scarce for work that no request waits for."""
         return self._watch.pressure is not Pressure.NONE
 
     def before_step(self) -> None:

@@ -32,7 +32,7 @@ SCORED_LOGITS_BYTES = 32 * 1024**2
 
 
 class Owner(Protocol):
-    """What parts use of their engine."""
+    """The interface of an engine that its parts use."""
 
     def run_soon(self, command: Callable[[], None]) -> None:
         """Queues a function for the engine's thread, from any thread."""

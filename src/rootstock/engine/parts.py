@@ -2,7 +2,7 @@
 
 The loop (`step.py`) plans a step, executes plans, runs the forward, samples and emits events. Tiers, drafts, pacing,
 idle work, the memory guard and records for people are parts. A part overrides the methods that it needs, and the loop
-calls no others: what is off costs nothing.
+calls no others, so that disabled features cost nothing.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class Part:
         """Notes the end of a request, whose state is still the last one, before its terminal event."""
 
     def forget(self, namespace: Namespace | None) -> None:
-        """Drops what it has of a namespace, or all, because its prefixes are cleared. It holds no rows."""
+        """Drops the part's data of a namespace, or all, because its prefixes are cleared. The part holds no rows."""
 
     def drop_adapter(self, fingerprint: str) -> None:
         """Drops the work of a LoRA adapter that is about to be unloaded."""
 
     def restart(self) -> None:
-        """Drops all work, because the cache starts anew. All leases are void."""
+        """Drops all work, because the cache starts empty again. All leases are void."""
 
     def close(self, *, is_sound: bool) -> None:
-        """Ends its threads and work. `is_sound`: what is in memory can be trusted."""
+        """Ends the part's threads and work. `is_sound`: the contents of memory can be trusted."""
 
     def measure(self) -> None:
-        """Measures for `stats` what takes long. Called on the thread that asks for statistics."""
+        """Makes slow measurements for `stats`. Called on the thread that asks for statistics."""
 
     def stats(self) -> Mapping[str, Any]:
         """Returns its fields of `EngineStats`."""
@@ -103,7 +103,7 @@ class PartHooks:
         self.forget = self._overriding("forget")
         self.drop_adapter = self._overriding("drop_adapter")
         self.restart = self._overriding("restart")
-        self.close = self._overriding("close")[::-1]  # what is below others is closed last
+        self.close = self._overriding("close")[::-1]  # parts that others use are closed last
         self.measure = self._overriding("measure")
         self.stats = self._overriding("stats")
 

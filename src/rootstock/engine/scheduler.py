@@ -67,10 +67,10 @@ class LoadSource(Protocol):
     """Tiers from which prefixes are loaded."""
 
     @property
-    def loading(self) -> int: ...  # loads in flight, also those of ended requests
+    def loading(self) -> int: ...  # loads in flight, also for ended requests
 
     @property
-    def next_overdue_s(self) -> float | None: ...  # seconds until a load has taken too long; None: none can
+    def next_overdue_s(self) -> float | None: ...  # seconds until a load is overdue; None: no load can be
 
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
         """Decides whether to load the deeper prefix that a tier holds; None: there is none."""
@@ -89,7 +89,7 @@ class NoTiers:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A sequence in a step, and the tokens that it computes: those that follow its computed ones.
+    """A sequence in a step, and the tokens that the step computes: the next ones after its computed tokens.
 
     The last `drafts` tokens are draft tokens.
     """
@@ -110,7 +110,10 @@ class ScheduledSequence:
 
     @property
     def logits_to_keep(self) -> int:
-        """Last rows that need logits: all to score a prompt, one and the drafts to sample, else none."""
+        """Number of last rows that need logits.
+
+        Scoring a prompt needs all rows. Sampling a token needs one row, and one for each draft token.
+        """
         if not self.sequence.prompt_scored:
             return len(self.tokens)
         return 1 + self.drafts if self.computes_last_token and self.sequence.max_tokens > 0 else 0
@@ -196,7 +199,7 @@ class Scheduler:
         self.admits_one_by_one = (
             False  # True: memory is scarce, and no request is admitted while another runs
         )
-        self.requests_held_for_memory = 0  # that have waited for that
+        self.requests_held_for_memory = 0  # requests that have waited because memory was scarce
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
 
@@ -216,7 +219,7 @@ class Scheduler:
         return counts
 
     def adapters(self) -> tuple[Counter[str], Counter[str]]:
-        """Counts the requests of each LoRA adapter, by its fingerprint: those in the batch, and those that wait."""
+        """Counts the requests of each LoRA adapter, by its fingerprint: running ones, and waiting ones."""
         running, waiting = Counter[str](), Counter[str]()
         for sequence in self.sequences():
             if sequence.request.adapter:
@@ -229,7 +232,7 @@ class Scheduler:
         return any(isinstance(sequence.state, Decoding) for sequence in self._running)
 
     def share_device(self, others_decode: Callable[[], bool]) -> None:
-        """Makes steps short while another model of the device decodes, as `others_decode` tells."""
+        """Makes steps short while another model of the device decodes, which `others_decode` reports."""
         self._others_decode = others_decode
 
     @property
@@ -266,7 +269,7 @@ class Scheduler:
         return StepPlan(step.scheduled, step.to_load, step.given_up)
 
     def _protect_hits_of_queued(self) -> None:
-        """Protects the entries that the first queued requests would hit. Renewed when the cache changes."""
+        """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
@@ -450,7 +453,7 @@ class Scheduler:
         self._unprotect_hit(sequence)
         sequence.state = Prefilling(admitted.lease)
         sequence.plan = admitted.plan
-        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
+        sequence.prompt_scores.clear()  # scoring starts over after a preemption
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
             sequence.hint_outcomes = admitted.lease.hint_outcomes
@@ -490,8 +493,8 @@ class Scheduler:
     def _reserve_draft(self, lease: Lease, most: int) -> int:
         """Reserves blocks for a draft and returns how many of its tokens have blocks.
 
-        Takes new blocks only if no request waits for blocks, and if enough stay free for every running sequence over
-        the positions that a draft is ahead.
+        New blocks are taken only if no request waits, and only if enough blocks stay free for every running sequence
+        to advance by as many positions as the draft has.
         """
         size = self._cache.block_size
         watermark = len(self._running) * (most // size + 1)
@@ -512,7 +515,7 @@ class Scheduler:
             extended = self._cache.extend(lease, tokens)
             if not isinstance(extended, Deferred):
                 return True
-            # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
+            # A load cannot be stopped, but ends soon. Another sequence therefore makes room, or this one waits.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
             if len(self._running) == 1 and not self.tiers.loading and self._cache.others_have_requests:
                 self._preempt(sequence)  # until another model's request has ended
@@ -599,7 +602,7 @@ class Scheduler:
         sequence.state = Waiting()
 
     def drain(self) -> None:
-        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
+        """Drops every sequence without telling the cache. Use it when the cache itself is emptied."""
         left = list(self.sequences())
         self._running.clear()
         self._waiting.clear()

@@ -93,7 +93,7 @@ class Sequence:
 
     request: Request
     sink: Sink
-    scope: Scope  # of the prompt: what it generates is not public
+    scope: Scope  # of the prompt: generated tokens are not public
     max_tokens: int
     sampler: Sampler
     detokenizer: Detokenizer | None

@@ -12,10 +12,10 @@ _SECONDS_PER_PARAMETER = 2e-11
 
 
 class SharePrice(Part):
-    """Keeps the price of a share up to date, and executes what other engines of the budget have evicted here."""
+    """Keeps the price of a share up to date, and executes evictions by other engines of the budget here."""
 
     def __init__(self, share: BudgetShare, description: ModelDescription, token_bytes: int) -> None:
-        """`token_bytes` are those of a position of full attention."""
+        """Takes the bytes of a position of full attention as `token_bytes`."""
         self._share = share
         self._token_bytes = token_bytes
         self._speed = PrefillSpeed()

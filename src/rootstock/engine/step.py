@@ -39,8 +39,8 @@ LOGGED_IDS = 16  # of requests, in one log line
 class StepRunner:
     """Runner of the engine's steps, which also ends requests. Owned by the engine's thread.
 
-    A forward that raises fails the requests of its step only. An exception between forwards is a bug of ours: it
-    fails every request and empties the cache, whose state is unknown then.
+    A forward that raises fails the requests of its step only. An exception between forwards is a bug in the
+    engine: it fails every request and empties the cache, because the cache's state is then unknown.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StepRunner:
         began = self._clock()
         if self._idle_work.may_hold_rows:
             self._idle_work.pause()
-        self._cache.compare_diverged()  # of the last step, whose events have left
+        self._cache.compare_diverged()  # prompts of the last step, whose events have been sent
         for act in self._hooks.before_step:
             act()
         plan = self._scheduler.schedule(began)
@@ -120,8 +120,8 @@ class StepRunner:
             return
         self.is_stalled = self.is_blocked = False
         self._requests.notify()  # passes on earlier events before the forward takes its time
-        # A plan that fails is half executed. Other requests' rows may be among those that it should have changed, so
-        # the exception goes to `restart`.
+        # A plan that fails is half executed. Rows of other requests may then be wrong, so the exception goes to
+        # `restart`.
         self._apply(
             together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
         )
@@ -227,7 +227,8 @@ class StepRunner:
     def _take(self, item: ScheduledSequence, result: _Result) -> None:
         """Takes the result of one sequence: publishes, and emits events.
 
-        Logits that are not finite come from such K/V: no computed token of the request is published.
+        Logits that are not finite come from K/V that are not finite. In this case, and after any other error, no
+        computed token of the request is published.
         """
         sequence, completes, sampled = item.sequence, item.computes_last_token, result.sampled
         if result.error is None and sampled is not None and sequence.sampler.progress is not None:
@@ -238,7 +239,8 @@ class StepRunner:
         if result.error is not None:
             self._discard(sequence, item.lease, result.error)
             return
-        # At once: the commit of another sequence may evict the checkpoint that this plan fills, and reuse its row.
+        # The plan is executed at once: the commit of another sequence may evict the checkpoint that the plan fills,
+        # and reuse its row.
         self._apply(self._cache.commit(item.lease, item.tokens))
         if not completes:
             return
@@ -333,7 +335,7 @@ class StepRunner:
         self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
-        """Fails every request and empties the cache, after an exception of our own or the loss of the pools."""
+        """Fails every request and empties the cache, after an internal exception or the loss of the pools."""
         log.error("the engine failed; every open request fails, the cache is emptied", exc_info=error)
         self._scheduler.drain()
         for act in self._hooks.restart:
@@ -344,7 +346,7 @@ class StepRunner:
 
 @dataclass(slots=True)
 class _Result:
-    """The rows of one sequence in a step, and what was sampled from the last one."""
+    """The rows of one sequence in a step, and the token that was sampled from the last one."""
 
     logits: Logits
     sampled: SampledToken | None = None

@@ -51,7 +51,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt. Its own properties are those of the first answer."""
+    """The answers to one prompt. Its own properties describe the first answer."""
 
     prompt: str | None  # None: given as token ids. Of a chat, the rendered conversation is not kept
     prompt_token_ids: tuple[int, ...]

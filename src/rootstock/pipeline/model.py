@@ -203,7 +203,7 @@ class ServedModel:
         )
 
     def clear(self, clearing: Clearing) -> Cleared:
-        """Removes cached prefixes, and what is kept of their texts. Raises the errors of `Engine.clear`."""
+        """Removes cached prefixes, and the stored data of their texts. Raises the errors of `Engine.clear`."""
         if clearing.memory and not clearing.public:
             self.tokenizer.forget(clearing.salt)
             self.fingerprints.forget(clearing.salt)

@@ -1,4 +1,4 @@
-"""Idle work for the next turns of conversations: what the next request begins with is known when an answer ends."""
+"""Idle work for the next turns of conversations: the next request's beginning is known when an answer ends."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ _PEFT_ENDS: tuple[tuple[str, Role], ...] = (
     (".bias", "bias"),
 )
 _MLX_LM_ENDS: tuple[tuple[str, Role], ...] = ((".lora_a", "A"), (".lora_b", "B"), (".m", "magnitude"))
-# Of each format: what a tensor's name begins with, the ends of names with their roles, and the format in words.
+# For each format: the prefix of a tensor's name, the ends of names with their roles, and the format in words.
 _NAMES: Mapping[AdapterFormat, tuple[str, tuple[tuple[str, Role], ...], str]] = {
     "peft": ("base_model.model.", _PEFT_ENDS, "PEFT's format"),
     "mlx-lm": ("", _MLX_LM_ENDS, "mlx-lm's format"),

@@ -143,7 +143,7 @@ def load_model(
 
 
 def leave_to_engine_thread(config: ModelConfig) -> None:
-    """Ends what the calling thread has left of its computations: from here on only the engine's thread computes."""
+    """Ends the calling thread's team of compute threads: from here on only the engine's thread computes."""
     if _runtime_of(config) == "torch":
         from rootstock.kernels.cpu.threads import end_team
 

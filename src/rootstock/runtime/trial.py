@@ -16,7 +16,7 @@ therefore measured on the model: its own logits with and without noise on the em
 rounding.
 
 - In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
-  or 8 times the model's own noise if that is at most 1e-2; above it right and wrong could not be told apart. Of 97
+  or 8 times the model's own noise if that is at most 1e-2; above it, right and wrong cannot be distinguished. Of 97
   architectures with random weights, correct ones measured up to 2.1 times their noise, and wrong ones at least 160
   times: a wrong mask, position or scale shows as 1e-1 and more.
 - In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert. The figure is therefore
@@ -280,7 +280,7 @@ class Trial:
             *((s, s.past + 1, "a decode") for s in (long, whole)),
         )
         # Rows without logits, as in every prefill: the head gets fewer rows than the other layers. An engine asks for
-        # one row. The median of so few could be that of a row that rounding has sent to another expert.
+        # one row. The median of so few could come from a row that rounding has sent to another expert.
         last = "the last rows of a chunk"
         self._step((fresh, 19, last), (long, long.past + 1, "a decode"), (again, 20, last), most_logits=8)
         self._decode(begun, fresh)

@@ -62,7 +62,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/livez", "/ping", "/readyz", "/dashboar
 DASHBOARD = (
     "/dashboard/"  # with which the dashboard's routes begin: pages of other origins may use none of them
 )
-OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: everybody may read its scripts
+OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: its scripts need no key
 _KEYLESS_PROBES = frozenset({"/livez", "/readyz"})  # their answers are the same with any key
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
@@ -115,7 +115,7 @@ class Keys:
         self._use(AccessRules() if self._path is None else read_rules(self._path))
 
     def _use(self, rules: AccessRules) -> None:
-        """Replaces all keys by those of the options and of `rules`."""
+        """Replaces all keys by the keys of the options and of `rules`."""
         config, callers = self._config, dict[bytes, Caller]()
         has_operator = config.admin_key is not None or any(
             rule.role is Role.OPERATOR for rule in rules.keys.values()
@@ -155,16 +155,16 @@ class Keys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests need a key. A file of keys has at least one at all times."""
+        """True if requests need a key. A file of keys has at least one at all times."""
         return self._anonymous is None
 
     @property
     def is_current(self) -> bool:
-        """Whether the file of keys is as it was read last. Costs a call to the system."""
+        """True if the file of keys is as it was read last. Costs a system call."""
         return self._path is None or self._version == self._version_of_file()
 
     def reload(self) -> None:
-        """Reads the file of keys again. Keeps the keys if it cannot be used. Not for an event loop."""
+        """Reads the file of keys again. Keeps the keys if it cannot be used. Do not call it on an event loop."""
         assert self._path is not None
         self._version = self._version_of_file()
         try:
@@ -540,7 +540,7 @@ def _names_of(config: ServerConfig, *, needs_key: bool) -> frozenset[str] | None
     local = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
     if "*" in config.allowed_hosts or not (local or config.allowed_hosts or not needs_key):
         return None
-    # Nobody else can rebind the machine's own name.
+    # The machine's own name is allowed, because others cannot rebind it.
     own = {} if local else {socket.gethostname().lower().rstrip(".")}
     return frozenset({bound, "localhost", "*.localhost", *own, *config.allowed_hosts})
 

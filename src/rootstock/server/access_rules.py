@@ -122,7 +122,7 @@ def _parsed(path: Path, text: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            # The decoder's own text may be read as YAML, so that only its place is told.
+            # The error shows only the line: the decoder's own text may be read as YAML.
             line = getattr(error, "lineno", 1)
             raise InvalidOption(OPTION, f"{path}, line {line}", "valid JSON") from None
     import yaml

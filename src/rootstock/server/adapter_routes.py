@@ -42,7 +42,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     )
 
     def refuse(request: Request, param: str) -> None:
-        """Refuses a client that is no operator, and any on a server whose adapters are fixed."""
+        """Refuses a client that is not an operator. On a server with fixed adapters, refuses every client."""
         refuse_unless(is_operator(request), config)
         if not config.adapter_directories:
             remedy = "The adapters of this server are fixed. To change them while it runs, start it with"

@@ -78,8 +78,8 @@ def create_app(
 ) -> FastAPI:
     """Makes the application of several models, or of one. The caller starts and stops them.
 
-    Without `keys` reads those of the configuration. The caller closes `tracing`, too. None: requests have no spans.
-    The caller closes the store of responses, `app.state.responses`, after the engines have stopped.
+    Without `keys`, reads the keys of the configuration. The caller closes `tracing`, too. None: requests have no
+    spans. The caller closes the store of responses, `app.state.responses`, after the engines have stopped.
     Raises InvalidOption.
     """
     drain = drain or Drain()

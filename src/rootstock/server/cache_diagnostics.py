@@ -101,7 +101,7 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
     if isinstance(comparison, EarlierNotFound):
         return {"type": "comparison_response_not_found", "rootstock": cause_of(diagnosis)}
     missed = _missed(diagnosis, comparison)
-    if missed == 0:  # another request may have left what the earlier one did not
+    if missed == 0:  # another request may have cached the tokens that the earlier one did not
         return {"type": "cache_hit", "rootstock": cause_of(diagnosis)}
     if comparison.change is None:
         return {"type": "unavailable", "rootstock": cause_of(diagnosis)}

@@ -119,9 +119,9 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
 def _cleared(
     slots: ModelSlots, chosen: Sequence[ModelSlot], clearing: Clearing, shown: Collection[str]
 ) -> Response:
-    """Clears models, each whatever becomes of the others, and tells what was cleared of those that are shown.
+    """Clears models and answers with the cleared counts of the models in `shown`.
 
-    An error is the first failure.
+    A model is cleared even if others fail. The first failure is the error of the answer.
     """
     whole, told = Cleared(0, 0), list[dict[str, Any]]()
     failure: RootstockError | None = None

@@ -237,7 +237,7 @@ class Answerer:
 def _answered(
     info: RequestInfo, call: Call, generation: Generation, ends: Sequence[Finished], usage: Usage
 ) -> None:
-    """Notes an answer. What it costs to report it comes after the response."""
+    """Notes an answer. The reports about it are made after the response."""
     info.outcome, info.ends, info.usage = "ok", tuple(ends), usage
     if call.next_turn is not None and generation.said is not None:
         info.next_turn = partial(call.next_turn, generation.said)

@@ -34,7 +34,7 @@ from rootstock.text.limits import (
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # for reasoning: a template has one of them, or none
 _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
-# Levels that clients know. A template knows those of its model, of which "high" is usually the last one.
+# Levels that clients know. A template knows the levels of its model. The last of them is usually "high".
 EFFORTS = (_NO_EFFORT, "minimal", "low", "medium", "high", "xhigh", "max")
 _USUAL_EFFORTS = ("low", "medium", "high")
 USUAL_VERBOSITY = "medium"
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value asks for nothing, whatever the field: null, or an empty text, list or object."""
+    """Returns whether a value asks for nothing in any field: null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 

@@ -183,7 +183,7 @@ class Generation:
         self._at_close: Callable[[], None] = lambda: None
         self._bridge = bridge
         self.measured = Measured()
-        self.said: list[str] | None = None  # texts of the answer's tokens; None: nobody reads them
+        self.said: list[str] | None = None  # texts of the answer's tokens; None: they are not read
         self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
         self._error: RootstockError | None = None  # raised after the events that precede it
@@ -344,7 +344,7 @@ class Generation:
 def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:
     """Adds up the usage of one HTTP request.
 
-    The tokens of a prompt count once for all of its choices. Cached tokens are those of the choice with the fewest.
+    The tokens of a prompt count once for all of its choices. A prompt's cached tokens are the fewest of its choices.
     """
     prompts = [ends[at : at + choices_per_prompt] for at in range(0, len(ends), choices_per_prompt)]
     return Usage(

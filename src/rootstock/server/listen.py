@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
 
-# On every answer, also on those of the connection itself. Pages of other origins cannot load an answer as an image,
-# a script or the like; what the CORS headers of allowed origins let them read is not affected.
+# On every answer, also on those that the connection itself sends. Pages of other origins cannot load an answer as an
+# image, a script or the like. The CORS headers of allowed origins still let their pages read answers.
 _HEADERS_OF_ALL = [("X-Content-Type-Options", "nosniff"), ("Cross-Origin-Resource-Policy", "same-origin")]
 
 
@@ -173,7 +173,7 @@ class _Server(uvicorn.Server):
         waking = asyncio.create_task(_wake_for_signals())
         try:
             if self._drains:
-                # Connections are accepted meanwhile: probes and clients are told.
+                # Connections are still accepted, so that probes and clients learn that the server drains.
                 await self._drain.run()
                 self._drains = False
             self._on_stop()

@@ -112,7 +112,7 @@ class Metrics:
         self.responses.labels(route, method, f"{status // 100}xx").inc()
 
     def _left_out(self, call: Call) -> None:
-        """Counts what the model does not see of a request."""
+        """Counts the parts of a request that the model does not see."""
         for head in call.dropped:
             self.dropped_blocks.labels(head.begins).inc()
             self.dropped_chars.labels(head.begins).inc(head.chars)

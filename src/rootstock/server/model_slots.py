@@ -62,7 +62,7 @@ class Unloaded:
 class Loading:
     done: Future[None]
     awaited: int = 0  # requests that will use the model
-    loaded: Loaded | None = None  # what became of it
+    loaded: Loaded | None = None  # the model, once its load has succeeded
 
 
 @dataclass(slots=True)
@@ -334,7 +334,7 @@ class ModelSlots:
     def clear(self, slot: ModelSlot, clearing: Clearing) -> Cleared:
         """Removes the cached prefixes of a model, loaded or not. Waits for the end of its load or unload.
 
-        Raises ClearUnderWay, ClearFailed and EngineStopped. Not for an event loop.
+        Raises ClearUnderWay, ClearFailed and EngineStopped. Do not call it on an event loop.
         """
         model = slot.loaded
         if model is not None:
@@ -514,7 +514,7 @@ class ModelSlots:
         del model
         for follower in self._unload_followers:
             follower()
-        gc.unfreeze()  # what was loaded at the start is garbage now, too
+        gc.unfreeze()  # objects that were loaded at the start are garbage now, too
         gc.collect()
         if engine() is None:
             gc.freeze()  # else a page still reads from the engine: frozen, its cycles would never be collected

@@ -171,7 +171,7 @@ class ModelRegistry:
         return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
     def is_adapter(self, asked: str) -> bool:
-        """Returns whether a name is that of a LoRA adapter."""
+        """Returns whether a name belongs to a LoRA adapter."""
         return asked not in self._by_name and self._slot_of_adapter(asked) is not None
 
     def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
@@ -207,7 +207,7 @@ class ModelRegistry:
         return self._named(asked, model)
 
     def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
-        """Returns the model with the adapter of this name, or the model itself if it is none.
+        """Returns the model with the adapter of this name, or the model itself if the name is not an adapter's.
 
         Raises ModelNotFound for an adapter that was unloaded meanwhile.
         """
@@ -221,7 +221,7 @@ class ModelRegistry:
         return model
 
     def slots_of(self, asked: str | None, request: Request) -> list[ModelSlot]:
-        """Returns the place of the generation model of a name, loaded or not; without one, those of all.
+        """Returns the slot of the generation model with this name, loaded or not; without a name, all slots.
 
         Raises ModelNotAllowed, Unsupported and the errors of `slot`.
         """
@@ -271,7 +271,7 @@ class ModelRegistry:
 
     @property
     def computes(self) -> bool:
-        """Whether an engine has running requests."""
+        """True if an engine has running requests."""
         return bool(self.health().running)
 
     def health(self) -> Health:

@@ -94,7 +94,7 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
 
     @router.get("/pins", responses=documented_errors())
     def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
-        """Lists the pins of the tenant. The operator sees those of all tenants."""
+        """Lists the pins of the tenant. The operator sees the pins of all tenants."""
         owner = owner_of_pins(request, tenant, config)
         listed = models.ask_loaded(lambda model: model.engine.pins(owner))
         return {"pins": [pin_body(pinned) for _, of_model in listed for pinned in of_model]}

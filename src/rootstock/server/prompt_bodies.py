@@ -1,8 +1,8 @@
 """Bodies of prompts on routes that change the cache: a misspelled field or parameter is refused.
 
-The route that pins or warms a prompt takes the body of the route that answers it, with whatever fields
-clients send there. A misspelled field would be ignored like these, and another prefix would be pinned, or under
-another salt.
+The route that pins or warms a prompt takes the body of the route that answers it, with all fields that clients send
+there. A misspelled field would be ignored like fields of the answer. Another prefix would then be pinned, or the
+prefix under another salt.
 """
 
 from __future__ import annotations

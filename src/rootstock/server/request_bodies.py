@@ -225,7 +225,7 @@ def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -
 
 @dataclass(slots=True)
 class _Preparation:
-    """The bytes of a request from which its prompt is made: those of its body and those that it refers to."""
+    """The bytes of a request from which its prompt is made: its body, and the stored bytes that it refers to."""
 
     count_bytes: int
 

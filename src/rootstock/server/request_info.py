@@ -122,7 +122,7 @@ class RequestInfo:
 
 
 def info_of(request: Request) -> RequestInfo:
-    """Returns the facts about a request. Without the middleware, as in some tests, nobody reads them."""
+    """Returns the facts about a request. Without the middleware, as in some tests, they are not read."""
     found = getattr(request.state, REQUEST_STATE, None)
     if isinstance(found, RequestInfo):
         return found

@@ -169,7 +169,7 @@ class RequestMetrics:
         return self._series.setdefault((model, label), Series())
 
     def _drop(self, label: str) -> None:
-        """Moves the series of a tenant to those of the others: a sum over the tenants never decreases."""
+        """Adds the series of a tenant to the series of the others: a sum over the tenants never decreases."""
         for model, other in list(self._series):
             if other == label:
                 self._of(model, OTHERS).add(self._series.pop((model, label)))

@@ -72,7 +72,7 @@ def begin_warming(
     hints: CacheHints | None = None,
     meter: Meter | None = None,
 ) -> Warming:
-    """Queues a prompt. `ended` is called on the engine's thread. Not for an event loop.
+    """Queues a prompt. `ended` is called on the engine's thread. Do not call it on an event loop.
 
     Raises IdleWorkOff, IdleWorkFull, RateLimited, EngineStopped and the refusals of prompts.
     """

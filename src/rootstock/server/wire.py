@@ -162,7 +162,7 @@ class Call:
         return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
 
     def refuse_too_many_logprobs(self, context_limit: int) -> None:
-        """Bounds the log-probabilities of the response: each choice repeats those of its prompt.
+        """Bounds the log-probabilities of the response: each choice repeats the log-probabilities of its prompt.
 
         Raises TooManyLogprobs.
         """

@@ -1,1 +1,1 @@
-"""Text: conversations, their prompts, the constraints of answers, and what answers mean. It knows no engine."""
+"""Text: conversations, their prompts, the constraints of answers, and the parsing of answers. It knows no engine."""

@@ -1,4 +1,4 @@
-"""Limits of what clients send: constants, and checks of JSON values.
+"""Limits of clients' input: constants, and checks of JSON values.
 
 The constants bound the work on a request before it is done; `docs/security.md` lists them. They lie far above the
 needs of agents: a coding agent has some 30 tools of 20,000 tokens together and conversations of more than 1,000
@@ -26,7 +26,7 @@ MAX_DOCUMENTS_CHARS = 4 * 1024**2
 MAX_JSON_DEPTH = 128  # of a message, a tool, a template variable and of the arguments of a call
 MAX_NAME_CHARS = 256  # of a tool, a role, a message's author
 MAX_LABEL_CHARS = 1_024  # of `model`, `user`, `prompt_cache_key`
-MAX_SCHEMA_CHARS = 256 * 1024  # of a JSON schema that answers must follow; those of coding agents have 10,000
+MAX_SCHEMA_CHARS = 256 * 1024  # of a JSON schema that answers must follow; coding agents' schemas have 10,000
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_VALUES = 16_384
 MAX_SCHEMA_LEAST = 65_536  # minItems, minLength and minProperties of a schema together
@@ -35,7 +35,7 @@ MAX_SCHEMA_OPTIONAL = 1_000  # properties of one object that are not required
 MAX_SCHEMA_ALL_OF = 100  # members of one "allOf", which are combined with each other
 MAX_PATTERN_PROPERTIES = 100  # of one object, which are compared with each other
 MAX_REF_CHAIN = 64  # references that lead to each other at one value
-MAX_REF_DEPTH = 512  # references within what others lead to, at values below each other
+MAX_REF_DEPTH = 512  # references within the targets of other references, at nested values
 MAX_RULE_DEPTH = 1_000  # rules of a grammar that lead to each other
 MAX_PATTERN_CHARS = 16 * 1024  # of a regular expression that answers must match
 MAX_GRAMMAR_CHARS = 128 * 1024  # of a grammar, and of all choices together

@@ -45,7 +45,7 @@ class PlacedTokens:
     tokens: Tokens
     token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
     char_at: Callable[[int], int | None]  # the character at which the token of an index begins
-    # The start (token, character) of the part that holds a token. A part's tokens are those of its text alone.
+    # The start (token, character) of the part that holds a token. A part is tokenized by its text alone.
     part_of: Callable[[int], tuple[int, int]]
     encode: Callable[[str], Tokens]  # tokenizes another text in the same way
 

@@ -289,7 +289,7 @@ class HostTier:
         self._tell_gone(struck)
 
     def clear(self, namespace: bytes | None = None) -> bool:
-        """Drops every record, or those of a namespace, for good. If some are being evicted, this returns after
+        """Drops all records, or the records of a namespace, for good. If some are being evicted, this returns after
         `on_evicted` has returned."""
         with self._changed:
             cleared = [key for key, held in self._held.items() if held.is_of(namespace)]
@@ -301,7 +301,7 @@ class HostTier:
         return True
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every record's entry, each after those of the prefix that it continues."""
+        """Yields every record's entry, each after the entries of the prefix that it continues."""
         with self._changed:
             there = list((self._leaving | self._held).values())
         for held in sorted(there, key=lambda held: (held.identity.start, held.identity.end)):

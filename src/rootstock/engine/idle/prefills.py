@@ -1,6 +1,6 @@
 """Prefills in idle time: prompts that no request has sent yet are computed, or loaded from a tier, into the cache.
 
-No token is sampled. A prefill uses free rows and those of entries that are worth less than its own
+No token is sampled. A prefill uses free rows, and rows of entries that are worth less than its own
 (`KVCache.make_idle_room`). Its computed part stays in the cache when a request interrupts it.
 """
 
@@ -221,7 +221,7 @@ class IdlePrefills(Part):
             self._end(job, IdleEnd.FAILED)
 
     def forget(self, namespace: Namespace | None) -> None:
-        """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
+        """Drops the prefills of a namespace, or all: they would bring back cleared prefixes. Call `pause` before."""
         for queue in self._queues.values():
             for job in [each for each in queue if is_in(each.scope, namespace)]:
                 queue.remove(job)
@@ -323,7 +323,7 @@ class IdlePrefills(Part):
         tokens = lease.tokens[past : past + new]
         began = self._clock()
         try:
-            # A row of logits makes the forward's time that of its computation, also on devices that run behind.
+            # With a row of logits, the forward's time includes its computation, also on asynchronous devices.
             segment = Segment(tokens, past, lease.tables, 1, lease.slot, adapter=job.prefill.adapter)
             logits = self._runtime.forward(Batch([segment]))
         except PoolsLost:
@@ -395,7 +395,7 @@ class IdlePrefills(Part):
         connector = self._tier_connector
         assert connector is not None
         if not connector.is_in_flight(load):
-            return  # the cache started anew meanwhile
+            return  # the cache was emptied meanwhile
         self._loading = None
         complete = connector.end(load, ended)
         if complete and job in self._open:

@@ -21,7 +21,7 @@ class IdleTask(Protocol):
         ...
 
     def pause(self) -> bool:
-        """Releases all rows, because requests have arrived. The piece in progress begins anew later.
+        """Releases all rows, because requests have arrived. The piece in progress starts over later.
 
         Returns False if there were none.
         """
@@ -29,7 +29,7 @@ class IdleTask(Protocol):
 
     @property
     def holds_rows(self) -> bool:
-        """Whether `pause` has something to release or to cancel."""
+        """True if `pause` has something to release or to cancel."""
         ...
 
     @property

@@ -92,7 +92,7 @@ class HitVerifier(Part):
             self._waiting.append(Hit(sequence.request.tokens, lease.hit_tokens, sequence.scope))
 
     def pause(self) -> bool:
-        """Releases the rows of the check in progress, which begins anew later. Returns False if there is none."""
+        """Releases the rows of the check in progress, which starts over later. Returns False if there is none."""
         if self._check is None:
             return False
         self._waiting.appendleft(self._check.hit)
@@ -186,7 +186,7 @@ class HitVerifier(Part):
                 Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
         except PoolsLost:
-            raise  # every cached row is lost, not only those of this check
+            raise  # every cached row is lost, not only the rows of this check
         except Exception:
             log.exception("a hit could not be computed anew")
             return False

@@ -102,12 +102,12 @@ class PrefixLoads(Part):
         return {"tier": self._connector.stats(self._space)}
 
     def _end(self, load: LoadInFlight, ended: LoadEnded) -> None:
-        """Publishes a complete load. If records were missing, the sequence is admitted anew.
+        """Publishes a complete load. If records were missing, the sequence is admitted again.
 
         A prefix loaded for a request that has ended stays in the cache.
         """
         if not self._connector.is_in_flight(load):
-            return  # the cache started anew meanwhile
+            return  # the cache was emptied meanwhile
         if not self._connector.end(load, ended):
             self._cache.release(load.lease, ReleaseReason.UNUSED)
             if load.sequence is not None:

@@ -3,7 +3,7 @@
 MLX has no hooks, and Python looks `__call__` up in the class. A module that an adapter changes therefore gets a class
 that is derived from its own, for as long as an adapter changes it. Its weights stay as they are, quantized or not:
 the change y + (x · a) · b is added to the rows of the adapter. The batch dimension of a call is its sequences: rows
-of several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as those of
+of several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as rows of
 routed experts, they cannot be attributed: it raises `RowsUnknown`, and the check at load then gives the adapter calls
 of its own.
 
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class RowsUnknown(Exception):
-    """Error: the rows of a module's input are not those of the call."""
+    """Error: the rows of a module's input are not the rows of the call."""
 
     def __init__(self, module: nn.Module, shape: Sequence[int]) -> None:
         super().__init__(
@@ -75,8 +75,8 @@ class Lora:
         return int(self.a.shape[-1])
 
     def product(self) -> mx.array:
-        """Returns the change of the transposed weight in float32, [in, out] or that of all experts; of an embedding
-        that of the weight, [vocab, out]."""
+        """Returns the change of the transposed weight in float32: [in, out], or the changes of all experts. For an
+        embedding, returns the change of the weight itself, [vocab, out]."""
         return self.scaling * (self.a.astype(mx.float32) @ self.b.astype(mx.float32))
 
     def delta(self, dtype: mx.Dtype) -> Delta:
@@ -175,7 +175,7 @@ class AdapterRows:
     """Adapters of the sequences in the call in progress. Owned by one model; its modules read it."""
 
     def __init__(self) -> None:
-        self._parts: tuple[_Part, ...] = ()  # of adapters, in order; without those of the base
+        self._parts: tuple[_Part, ...] = ()  # of adapters, in order; the base has none
         self._sequences = 0
         self._tokens = 0
 
@@ -304,7 +304,7 @@ _CHANGES: Mapping[Kind, Change] = {
 
 
 class Merged:
-    """Replacement of a module by one with merged weights, which are made anew, in float32, at each call: the weights
+    """Replacement of a module by one with merged weights, which are computed in float32 at each call: the weights
     of one module at a time are in memory."""
 
     def __init__(self, module: Any, lora: Lora) -> None:

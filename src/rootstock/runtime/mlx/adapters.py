@@ -1,8 +1,8 @@
 """LoRA adapters of a loaded mlx-lm model: requests of several adapters and of the base share a call.
 
 An adapter's tensors are kept beside the base's weights, which are shared and never dequantized. Every load is
-checked: the runtime's logits, of a batch that mixes the adapter with the base, must be those of the model's own code
-with merged weights. Where a model's rows cannot be attributed, the adapter gets calls of its own.
+checked: for a batch that mixes the adapter with the base, the runtime's logits must equal the logits of the model's
+own code with merged weights. Where a model's rows cannot be attributed, the adapter gets calls of its own.
 
 Files of PEFT name modules as transformers does, and belong to the weights that transformers has. mlx-lm may rename,
 transpose, split or stack weights when it reads a checkpoint. A module of PEFT's is therefore found by its weight: it
@@ -68,7 +68,7 @@ class Adapters:
         self.rows = AdapterRows()
 
     def call_of(self, segment: Segment) -> str:
-        """Returns the adapter whose calls a segment joins; empty: it joins those of the base."""
+        """Returns the adapter whose calls a segment joins; empty: it joins the base's calls."""
         apart = segment.adapter and self._loaded[segment.adapter].batching == "apart"
         return segment.adapter if apart else ""
 
@@ -82,7 +82,7 @@ class Adapters:
         dtype: mx.Dtype = getattr(mx, self._description.dtype)
         try:
             deltas = {name: lora.delta(dtype) for name, lora in given.items()}
-            # Another thread cannot evaluate what this one leaves lazy.
+            # Another thread cannot evaluate lazy arrays of this one.
             mx.eval([array for delta in deltas.values() for array in (delta.a, delta.b)])
             for name, delta in deltas.items():
                 add_delta(self._named[name], self.rows, source.fingerprint, delta)

@@ -55,7 +55,7 @@ def choose_mode(
         try:
             remark = self_check(model, served.description, make, progress).remark
             if mode == _BATCHED and layout.layers and not runtimes[-1].stats.attentions_on_pools:
-                # The next mode computes the same, and does not look for what never comes.
+                # The next mode computes the same, and does not wait for attentions on the pools, which never come.
                 failures.append(Unsupported("changes the K and V of its cache before its attention"))
                 served = Served(layout, replace(description, execution_mode=_GATHERED))
             elif its_kernel is not None and (fault := why_not(its_kernel)):

@@ -1,7 +1,7 @@
 """Runtime for mlx-lm models on the paged pools.
 
 A step's segments become few calls of the model. The rows of a prompt that need no logits have a call of their own,
-whose logits are never computed. The other rows, those of decodes, drafts and each prompt's last one, share a call: a
+whose logits are never computed. The rows of decodes and drafts, and the last one of each prompt, share a call: a
 model without recurrent states takes sequences with unequally many rows, padded at the end.
 """
 
@@ -75,7 +75,7 @@ class MlxRuntime:
         self._states: StatePool | None = None
         self._attention: PoolAttention | None = None
         self._calls = 0
-        self._is_lost = False  # the pools' contents are not known, and they could not be made anew
+        self._is_lost = False  # the pools' contents are not known, and they could not be recreated
 
     @property
     def description(self) -> ModelDescription:
@@ -214,9 +214,9 @@ class MlxRuntime:
         return list(groups.values())
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        """Does work on the pools. Raises PoolsLost if a failure has left them with contents that nobody knows.
+        """Does work on the pools. Raises PoolsLost if a failure has left them with unknown contents.
 
-        That is each failed evaluation: MLX raises the error of a device or of another thread with the evaluation that
+        Each failed evaluation does so: MLX raises the error of a device or of another thread with the evaluation that
         comes next, and a write that has copied a pool may have left the copy empty.
         """
         with mx.stream(self._device):
@@ -244,7 +244,7 @@ class MlxRuntime:
             raise PoolsLost(cause) from cause
 
     def _renew(self) -> None:
-        """Makes lost pools anew. Raises PoolsLost if that fails, too."""
+        """Recreates lost pools. Raises PoolsLost if that fails, too."""
         try:
             if self._states is not None:
                 self._states.clear()

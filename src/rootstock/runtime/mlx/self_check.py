@@ -143,7 +143,7 @@ def _are_tokens(ids: Any, tokens: Tokens) -> bool:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Returns whether a module embeds by a table of its own, in whatever format."""
+    """Returns whether a module embeds by a table of its own, in any format."""
     return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) or (
         "Embedding" in type(module).__name__ and "weight" in module
     )

@@ -118,7 +118,7 @@ class Layout:
 
 
 def survey(model: nn.Module, *, evaluates: bool = True) -> Layout:
-    """Runs the model on a few tokens and returns what it keeps. Raises Unsupported.
+    """Runs the model on a few tokens and returns the layout of its caches. Raises Unsupported.
 
     Shapes and dtypes are known without an evaluation, before the weights are read.
     """

@@ -1,7 +1,7 @@
 """Weights of mlx-lm's models: read from a checkpoint's files, cast or quantized, and evaluated.
 
-mlx-lm reads what it finds in a directory. Here it gets a directory of links: the configuration that was checked, and
-the weight files that the index names, whose content the fingerprint covers.
+mlx-lm reads all files that it finds in a directory. It therefore gets a directory of links: to the configuration that
+was checked, and to the weight files that the index names, whose content the fingerprint covers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def lazy_model(model: str, checkpoint: Checkpoint, files: Sequence[Path]) -> nn.
             built: nn.Module = load_by_mlx_lm(Path(folder), lazy=True)[0]
     except (
         Exception
-    ) as error:  # ValueError for weights of other names or shapes, and whatever the model's code raises
+    ) as error:  # ValueError for weights of other names or shapes, and any error of the model's code
         quantization = quantization_of(checkpoint.config)
         if quantization is not None and quantization.method != MLX:  # a variant that mlx-lm does not read
             raise ModelUnsupported(model, quantization.refusal(in_one_line(error), by_mlx=True)) from error
@@ -148,10 +148,10 @@ def _quantizable(built: Any) -> Iterator[tuple[str, Any]]:
 
 
 def evaluate_weights(model: str, built: nn.Module, report: Progress) -> None:
-    """Reads the weights from the files and computes whatever follows from them. Raises ModelWeightsMissing.
+    """Reads the weights from the files and computes the arrays that depend on them. Raises ModelWeightsMissing.
 
-    Another thread cannot evaluate what this one leaves lazy. So every array of every module is evaluated, also those
-    that are no parameters, like the frequencies of RoPE.
+    Another thread cannot evaluate lazy arrays of this one. Every array of every module is therefore evaluated, also
+    arrays that are no parameters, such as the frequencies of RoPE.
     """
     arrays = list(arrays_of(built))
     total = sum(array.nbytes for array in arrays) or 1

@@ -170,8 +170,8 @@ def _watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Watch on every operation on a weight. Each linear layer gets a new parameter for it, on the same memory, so
-    that a tied head can be told from the embedding."""
+    """Watch on every operation on a weight. Each linear layer gets a new parameter for it, on the same memory, which
+    distinguishes a tied head from the embedding."""
 
     def __init__(self, linears: dict[nn.Linear, str]) -> None:
         super().__init__()

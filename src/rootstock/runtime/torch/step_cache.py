@@ -200,7 +200,7 @@ def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
 class SequenceCache(StateCache):
     """Cache of a single sequence, for one module or for the whole model: returns all of its K and V, and its states.
 
-    Its tensors carry no marks, so that they are not taken for those of a packed step.
+    Its tensors carry no marks, so that they are not taken for tensors of a packed step.
     """
 
     def __init__(self, pool: TorchPool, segment: Segment, slots: Tensor) -> None:

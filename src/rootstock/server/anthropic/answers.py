@@ -75,8 +75,8 @@ class PromptUsage:
     def created_body(self, created: int, cached_tokens: int, outcomes: Sequence[HintOutcome]) -> Json:
         """Tells how long created tokens are kept.
 
-        Tokens up to a mark of an hour that the cache has accepted are kept for it. No time is promised for others,
-        and the shortest is told.
+        Tokens up to a mark of an hour that the cache has accepted are kept for it. No time is promised for other
+        tokens, and they are reported under the shortest time.
         """
         hour = max(0, min(self.hints.kept_an_hour(outcomes), self.stored_tokens) - cached_tokens)
         return {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour}
@@ -121,7 +121,7 @@ class MessageFormat:
     def message(
         self, content: list[Json], cached_tokens: int, output_tokens: int, event: TokenEvent | Finished
     ) -> Json:
-        """Returns the message, without its end. `event` is the first with what the cache has decided.
+        """Returns the message, without its end. `event` is the first one with the decisions of the cache.
 
         Anthropic's schema has more fields that are null here, such as `container`. Its API leaves them out, and some
         clients accept no null.

@@ -30,7 +30,7 @@ class AnswerStyle:
     parallel: bool = True  # False: only the first call is shown
 
     def shown(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """Yields the deltas without those of calls that are not shown."""
+        """Yields the deltas, except deltas of calls that are not shown."""
         for delta in deltas:
             if (
                 self.parallel

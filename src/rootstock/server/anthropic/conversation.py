@@ -245,7 +245,7 @@ def _text_of(block: Json, path: str) -> Text:
 
 
 def _document_texts(block: Json, path: str) -> tuple[list[str], list[Text]]:
-    """Returns what a document says about itself, and its text."""
+    """Returns the title and the context of a document, and its text."""
     title, context, source = block.get("title"), block.get("context"), block.get("source")
     head = [text for text in (title, context) if isinstance(text, str)]
     at = f"{path}.source"

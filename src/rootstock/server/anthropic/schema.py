@@ -177,7 +177,7 @@ class PromptFields(ReasoningFields):
 
 
 class CountTokensRequest(PromptFields):
-    """The fields of a request whose prompt is counted. Those of the answer are ignored."""
+    """The fields of a request whose prompt is counted. Fields for the answer are ignored."""
 
 
 class MessagesRequest(PromptFields, SamplingFields, HintFields):

@@ -268,7 +268,7 @@ class _EngineFigures:
 
 
 def difference(shown: Json, new: Json) -> Json:
-    """Returns the sections that have changed; of those with entries by id, the changed entries and the gone ids."""
+    """Returns the sections that have changed. For sections keyed by id: changed entries and removed ids."""
     told: Json = {}
     for name, section in new.items():
         before = shown.get(name)

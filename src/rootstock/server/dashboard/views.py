@@ -71,7 +71,7 @@ class View:
 
 
 class Names:
-    """The names of salts: those of the operator's tenants, and a part of the hash for others."""
+    """The names of salts: the tenant's name for the operator's tenants, and a part of the hash for others."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_options = frozenset(config.tenant_keys.values())
@@ -79,7 +79,7 @@ class Names:
         self.use(AccessRules())
 
     def use(self, rules: AccessRules) -> None:
-        """Takes the tenants of a file of keys beside those of the options. Any thread may call it."""
+        """Takes the tenants of a file of keys beside the tenants of the options. Any thread may call it."""
         of_keys = (rule.tenant for rule in rules.keys.values())
         tenants = self._of_options.union(of_keys, rules.tenants) - {""}
         self._names = {salt_of(tenant, None): tenant for tenant in tenants}
@@ -225,7 +225,7 @@ def _miss(miss: Miss, view: View, names: Names, texts: Texts) -> Json:
         "tenant": names.of(miss.salt),
         "at": round(miss.at, 3),
         "cause": told.cause,
-        # The full message has token ids: those of the prompt, and of cached prefixes at its divergence.
+        # The full message has token ids of the prompt, and of cached prefixes at its divergence.
         "message": told.message
         if view.reads_prompts
         else f"{told.cached_tokens:,} of {told.prompt_tokens:,} tokens were found.",

@@ -26,7 +26,7 @@ _SESSION_HEADERS = (
 PRIORITY = "X-Dynamo-Request-Priority"
 STRICT_PRIORITY = "X-Dynamo-Request-Strict-Priority"
 FINAL = "X-Dynamo-Session-Final"
-# As in an ASGI scope. A request without any of them is not read.
+# Names as in an ASGI scope. A request without any of these headers has no hints to read.
 HINT_HEADERS = frozenset(
     name.lower().encode() for name in (*_SESSION_HEADERS, PRIORITY, STRICT_PRIORITY, FINAL)
 )

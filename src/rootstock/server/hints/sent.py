@@ -56,9 +56,9 @@ class SentHints:
     warnings: tuple[IgnoredField, ...] = ()
 
     def told(self, events: Iterable[TokenEvent | Finished]) -> Json:
-        """Returns the field of an answer with the decisions and the warnings, or nothing where there are none.
+        """Returns the field of an answer with the decisions and the warnings, or an empty object without any.
 
-        Of several choices it tells the most severe decision about each hint.
+        For several choices, the field has the most severe decision about each hint.
         """
         found: dict[str, HintOutcome] = {}
         for outcome in self.decided:
@@ -215,7 +215,7 @@ class _Reader:
             yield FINAL
 
     def _first(self, asked: Sequence[tuple[str, Any]]) -> tuple[str, Any] | None:
-        """Returns the first of several hints about one thing. Refuses those that differ from it."""
+        """Returns the first of several hints about one thing. Refuses the hints that differ from it."""
         if not asked:
             return None
         first, value = asked[0]
@@ -242,7 +242,7 @@ class _Reader:
             and nvext.session_control.timeout is not None
         ):
             yield "nvext.session_control.timeout", float(nvext.session_control.timeout)
-        # With the mode 'explicit' the time is that of the breakpoints alone.
+        # With the mode 'explicit' the time holds for the breakpoints alone.
         if options is not None and options.ttl is not None and options.mode != "explicit":
             yield "prompt_cache_options.ttl", self._breakpoint_s()
         if self.body.prompt_cache_retention == "24h":
@@ -260,7 +260,7 @@ class _Reader:
             self._retain(time[0], None, ttl_s=time[1])
 
     def _add_marks(self) -> tuple[Retention, ...]:
-        """Adds the marks, and returns those with a time of an hour or more."""
+        """Adds the marks, and returns the marks with a time of an hour or more."""
         if len(self.marks) > MAX_MARKS:
             raise InvalidParameter("cache_control", len(self.marks), f"sent at most {MAX_MARKS} times")
         before = len(self.retentions)

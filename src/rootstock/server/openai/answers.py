@@ -31,7 +31,7 @@ class ChoiceFormat(Protocol):
         ...
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        """Yields the streamed choices of an event, also those of other requests with the same prompt."""
+        """Yields the streamed choices of an event, also for other requests with the same prompt."""
         ...
 
     def text_choice(self, index: int, text: str) -> Json:

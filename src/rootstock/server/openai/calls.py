@@ -72,7 +72,7 @@ def chat_call(
 def completion_call(
     model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
 ) -> Call:
-    """Tokenizes: not for an event loop. Raises RequestError."""
+    """Makes the call of a completion. It tokenizes: do not call it on an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)

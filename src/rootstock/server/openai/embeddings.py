@@ -161,7 +161,7 @@ class _Held:
 
 
 class _Answer(Response):
-    """A response that releases its embeddings, whatever its end.
+    """A response that releases its embeddings whether it is sent or cut off.
 
     The tasks and exceptions of a client that leaves may hold the iterator of the body until the garbage is collected.
     """

@@ -31,7 +31,8 @@ _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_pr
 # The specification of Open Responses demands it. OpenAI's API does not send it, and its clients accept it.
 DONE = "data: [DONE]\n\n"
 
-Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
+# Takes the JSON of a response without its output, and the JSON of its output.
+Keep = Callable[[str, str], None]
 
 
 class InputDetails(BaseModel):

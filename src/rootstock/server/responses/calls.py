@@ -320,7 +320,7 @@ def _response_of(item: Any) -> str | None:
 def _referred(
     item: Json, path: str, outputs: Callable[[str], Sequence[tuple[Json, int]]]
 ) -> tuple[Json, int]:
-    """Returns the stored item to which a reference refers, and its bytes. `outputs` returns those of a response."""
+    """Returns the stored item to which a reference refers, and its bytes. `outputs` returns a response's items."""
     id, response = item.get("id"), _response_of(item)
     if response is not None and (match := _ITEM_ID.fullmatch(str(id))) is not None:
         output, index = outputs(response), int(match[2], 16)

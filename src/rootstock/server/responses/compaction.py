@@ -1,4 +1,4 @@
-"""Compaction: the model summarizes a conversation, and one sealed item stands for what the summary replaces.
+"""Compaction: the model summarizes a conversation, and one sealed item stands for the items that it replaces.
 
 Messages of the user, the system and the developer stay as they are. The model's answers, its reasoning, its calls and
 their results are left out of later prompts, which show the summary in their place. The request for the summary ends

@@ -297,7 +297,7 @@ class _Translator:
         return self._turn_has_text and not self._turn_has_call
 
     def _reasoning_of(self, item: Json, path: str) -> str:
-        """Returns the text of reasoning: that of the item, or else that of its seal, or else none.
+        """Returns the text of reasoning: the item's text, else the unsealed text, else an empty text.
 
         A summary is not shown: the model did not write it.
         """

@@ -116,7 +116,7 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """Lists the request's own items, without those of the responses before it."""
+        """Lists the request's own items, without the items of the responses before it."""
 
         def listed(stored: StoredResponse) -> bytes:
             items = input_items(id, parsed(stored.input))

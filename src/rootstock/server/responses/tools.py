@@ -25,7 +25,7 @@ from rootstock.text.limits import (
     refuse_other_text,
 )
 
-# Agents send these with every request, whatever the server has. The answer names those that it has ignored.
+# Agents send these with every request to any server. The answer names the ones that it has ignored.
 _IGNORED = frozenset(
     {
         "web_search",

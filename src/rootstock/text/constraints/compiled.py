@@ -72,7 +72,7 @@ class Matcher:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing but the end may come."""
+        """True if only the end of the answer may follow."""
         self.settle()
         return self._stopped and self.error is None
 

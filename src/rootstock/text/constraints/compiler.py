@@ -74,7 +74,7 @@ class ConstraintCompiler:
         weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
-        """Does what the first constraint would wait for: reads the vocabulary, about a second for 100,000 tokens."""
+        """Reads the vocabulary, so that the first constraint need not wait: 100,000 tokens take about a second."""
         try:
             self._host(self._read_vocabulary())
         except UnfitTokens:
@@ -94,7 +94,8 @@ class ConstraintCompiler:
         """Compiles a constraint, or returns the compiled one of an earlier request with the same salt.
 
         The time that it takes tells whether a grammar was compiled before: only to requests of one salt. Raises
-        ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped. Not for an event loop.
+        ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped. Do not call it on an event
+        loop.
         """
         try:
             vocabulary = self._read_vocabulary()
@@ -107,7 +108,7 @@ class ConstraintCompiler:
             key, kept = (
                 (salt, grammar),
                 self._grammars,
-            )  # not `self`: what is kept must not keep this compiler
+            )  # not `self`: stored functions must not keep this compiler alive
             compiled = self._grammars.get(
                 key,
                 lambda: self._compiled(grammar, vocabulary, param, tenant, lambda: kept.drop(key)),

@@ -9,9 +9,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Depths(Generic[Name]):
-    """Lengths of the longest ways through a graph, about: a way that comes back to itself counts to there.
+    """Approximate lengths of the longest paths through a graph. A path that returns to itself counts up to there.
 
-    Without recursion: the graphs are those of clients.
+    The code does not recurse, because clients send the graphs.
     """
 
     def __init__(self, following: Callable[[Name], Iterable[Name]]) -> None:

@@ -1,6 +1,6 @@
 """Messages between the server and the processes of grammars: a head of JSON and a body of bytes, over a socket.
 
-Nothing here runs what it receives: a process in which a library failed on a client's grammar may send anything.
+Nothing here executes received data: a process in which a library failed on a client's grammar may send anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _READ_BYTES = 65_536
 
 
 class LinkBroken(Exception):
-    """The other process ended, or sent what is no message."""
+    """Error: the other process ended, or sent bytes that are no message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,8 +251,8 @@ class _Grammar:
         self._link.send({"to": message.head["ask"], "grown": grown, **head}, body)
 
     def _round(self, message: Message) -> None:
-        """Has matchers take tokens, and says what came of it. Then computes the masks after them: the server goes on
-        with its step meanwhile."""
+        """Has matchers take tokens, and sends the results. Then computes the masks after them, while the server
+        goes on with its step."""
         self._forget(message.head.get("gone", ()))
         matchers, taken = [], []
         for number, tokens in message.head["items"]:

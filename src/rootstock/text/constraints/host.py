@@ -82,7 +82,7 @@ class HostedVocabulary:
 
 
 class GrammarHost:
-    """The process that forks a process for each grammar. It starts when it is needed, and anew after its end.
+    """The process that forks a process for each grammar. It starts when it is needed, and again after it has ended.
 
     All models of this process share it. Any thread may use it.
     """
@@ -203,7 +203,7 @@ class GrammarHost:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock. Removes what was removed meanwhile at its end: finalizers run in the middle of anything."""
+        """Holds the lock. At its end, makes the removals of finalizers, which run at any point of the code."""
         with self._lock:
             self._held += 1
             try:
@@ -305,7 +305,7 @@ class GrammarProcess:
         self._asked = itertools.count()
         self._answers: dict[int, Message] = {}
         self._open: Round | None = None
-        # Nothing else refers to a round once its answers have ended: what comes for it then is dropped.
+        # Nothing else refers to a round once its answers have ended: messages that come for it later are dropped.
         self._rounds: weakref.WeakValueDictionary[int, Round] = weakref.WeakValueDictionary()
         self._lost: str | None = None
         self.grown_bytes = 0

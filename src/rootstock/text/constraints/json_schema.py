@@ -104,7 +104,7 @@ def schemas_in(grammar: str, param: str) -> list[Any]:
 def embedded_schemas(asked: Sequence[tuple[Any, str, bool]]) -> list[dict[str, Any]]:
     """Returns schemas for `%json` in a Lark grammar, each given with its field and whether it is strict.
 
-    Drops the patterns that cannot be enforced of those that are not strict. Raises InvalidParameter and
+    For schemas that are not strict, drops patterns that cannot be enforced. Raises InvalidParameter and
     ConstraintRefused.
     """
     schemas = [json_schema_of(schema, param, strict=strict) for schema, param, strict in asked]

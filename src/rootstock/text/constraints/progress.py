@@ -109,12 +109,12 @@ class AnswerProgress:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether `prepare` has anything to do."""
+        """True if `prepare` has anything to do."""
         return isinstance(self._phase, _Answering) and self._mask is None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar allows nothing but the end of the answer. Raises ConstraintFailed."""
+        """True if the grammar allows nothing but the end of the answer. Raises ConstraintFailed."""
         if not isinstance(self._phase, _Answering) or not self._answer or self._matcher is None:
             return False
         self.settle()
@@ -128,12 +128,12 @@ class AnswerProgress:
                 raise _failed(self._matcher)
 
     def begin(self) -> None:
-        """Begins what `prepare` returns with, once `send` is called."""
+        """Begins the mask that `prepare` returns, once `send` is called."""
         if self.needs_mask:
             self._started().begin_mask()
 
     def send(self) -> None:
-        """Sends the grammar what all answers with it have begun and accepted. Does not wait."""
+        """Sends the grammar the begun masks and accepted tokens of all its answers. Does not wait."""
         if self._matcher is not None:
             self._matcher.send()
 
@@ -218,7 +218,7 @@ class AnswerProgress:
     def _rebuilt(self) -> bool:
         """Replaces a matcher that failed because the states shared with other requests reached their limit.
 
-        Returns False if this answer alone reaches the limit, or would do so again and again.
+        Returns False if this answer alone reaches the limit, or would reach it again and again.
         """
         assert self._matcher is not None
         assert self._grammar is not None

@@ -61,7 +61,7 @@ def _names_in(body: str) -> set[str]:
 
 
 def _add_size(first: str, bodies: Mapping[str, str], sizes: dict[str, int]) -> None:
-    """Adds the size of a rule after those of the terminals in it, without recursion."""
+    """Adds the size of a rule after the sizes of the terminals in it, without recursion."""
     waiting, opened = [first], set[str]()
     while waiting:
         name = waiting[-1]

@@ -73,7 +73,7 @@ def medium_line(kind: MediumKind, path: str, name: Any = None, mark: PrefixMark 
 def _shown(name: Any) -> str:
     """Returns a name as one line without control characters. A shown name is shown as it is.
 
-    Special tokens in it are escaped like those of any other text.
+    Special tokens in it are escaped as in any other text.
     """
     if not isinstance(name, str):
         return ""

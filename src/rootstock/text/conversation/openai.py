@@ -71,7 +71,7 @@ def conversation_of(
     parallel: bool = True,
     names: tuple[str, str] = ("tools", "tool_choice"),
 ) -> Conversation:
-    """Translates a client's conversation. `names` are those of the client's two fields.
+    """Translates a client's conversation. `names` are the names of the client's two fields.
 
     Raises InvalidParameter, MissingParameter and Unsupported.
     """
@@ -227,7 +227,7 @@ def _refuse_unnamed(function: Any, path: str) -> str:
 def arguments_of(arguments: Any, path: str) -> Mapping[str, Any] | str:
     """Returns a call's arguments, of which clients send the JSON as a string. Raises InvalidParameter.
 
-    A text that is no object of JSON stays text: a model wrote it, and it is part of the history as it is.
+    A text that is not a JSON object stays text: a model wrote it, and it is a part of the history.
     """
     if arguments is None:
         return {}

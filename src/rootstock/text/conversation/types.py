@@ -139,7 +139,7 @@ class Conversation:
     ignored: tuple[IgnoredField, ...] = ()
 
     def count_chars(self) -> int:
-        """Counts the characters of the messages' texts, without those of calls and tools."""
+        """Counts the characters of the messages' texts, without calls and tools."""
         return sum(_chars_of(part) for message in self.messages for part in message.parts)
 
 

@@ -13,7 +13,7 @@ from rootstock.text.conversation.types import Conversation, Message, Part, Text
 
 @dataclass(frozen=True, slots=True)
 class VolatileHead:
-    """A rule: the first line of a text of the system prompt is dropped if it begins so."""
+    """A rule: the first line of a text of the system prompt is dropped if it starts with `begins`."""
 
     begins: str
 

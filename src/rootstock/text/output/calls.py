@@ -117,7 +117,10 @@ class CallInProgress:
         return self._tools.parameters(self.name)
 
     def start(self, name: str, written_id: str | None = None, *, known_only: bool) -> None:
-        """Raises Malformed for a text that is no name, and with `known_only` for one of no tool."""
+        """Takes the name of the call. Raises Malformed for a text that is not a name.
+
+        With `known_only`, raises Malformed for a name that no tool has.
+        """
         name = name.strip()
         if name not in self._tools and (known_only or not _is_name(name)):
             raise Malformed
@@ -145,7 +148,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_value(text: str) -> Any:
-    """Parses JSON. Raises nothing: the value of a text that is no JSON is None.
+    """Parses JSON. Returns None for a text that is not JSON, and raises no error.
 
     An escape may be half of a surrogate pair, which UTF-8 does not have. It becomes U+FFFD.
     """

@@ -1,4 +1,4 @@
-"""Formats of models' answers, as data: how a call is written, what encloses the reasoning, and which tokens do so.
+"""Formats of models' answers, as data: how a call is written, and which texts and tokens enclose the reasoning.
 
 The notes name the models whose chat templates write the format. `detect.py` finds a model's format.
 """
@@ -190,7 +190,7 @@ class OutputFormat:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Returns the marks with which calls begin; those that name a format among others."""
+        """Returns the marks with which calls begin, including marks that name a format."""
         if isinstance(self.shape, Harmony):
             return ("<|channel|>", "<|message|>")
         match self.shape.calls:

@@ -290,7 +290,7 @@ class _Grammar:
         return self._rule(f"{rule}_text[suffix={json.dumps(closing)}]", "/(?s:.*)/").partition("[")[0]
 
     def _items(self, tool: Tool, rule: str, item: Callable[[str, str], str], separator: str) -> str:
-        """Returns the arguments, the required ones first, with separators between those that are there."""
+        """Returns the arguments, the required ones first, with separators between the ones that are present."""
         schema = _schema(tool)
         required = _required(schema)
         properties = _properties(schema)

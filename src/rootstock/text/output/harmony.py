@@ -49,7 +49,8 @@ class HarmonyReader:
             self._answer.text.finish()
 
     def _message(self, begun: str) -> Reading[None]:
-        """Reads a message from its header, or the part of it after the beginning. Text that is none is text."""
+        """Reads a message from its header, or the part of the header after `begun`. Text that is not a message is
+        returned as plain text."""
         self._scanner.keep(MAX_HELD_CHARS)
         pieces: list[str] = []
         try:

@@ -221,7 +221,7 @@ def json_number(word: str) -> str | None:
 
 
 def python_value(text: str) -> str | None:
-    """Translates a literal of Python to JSON. None: the text is none, or is another expression."""
+    """Translates a literal of Python to JSON. None: the text is not a literal."""
     scanner = finished(f"{text.strip()}\n")
     pieces: list[str] = []
 

@@ -36,7 +36,7 @@ from rootstock.text.output.tagged import TaggedReader
 
 
 class OutputParser:
-    """Parser of one answer. Never raises, whatever the text is.
+    """Parser of one answer. It raises no error for any text.
 
     The deltas do not depend on how the text is cut into pieces, but for text that is cut into several deltas of a
     kind. All of the text is in them (`deltas.source`). A push takes time in proportion to its text.

@@ -2,7 +2,7 @@
 
 A reader is a generator: it yields where it needs more text, and goes on when `push` has brought some. It sees a
 character only when enough text follows to decide about it. The result therefore does not depend on how the text is
-cut into pieces. What is decided is consumed at once, so that the text that waits is short and no text is read twice.
+cut into pieces. Decided text is consumed at once, so that little text waits and no text is read twice.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class _Held(Generic[V]):
 class FairMemory(Generic[V]):
     """Values by owner and key, up to `cap_bytes` of all owners together. For any thread.
 
-    An owner with many values cannot displace those of an owner with few: owners that need less than an equal share of
-    the memory keep all of their values.
+    An owner with many values cannot displace values of an owner with few: owners that need less than an equal share
+    of the memory keep all of their values.
     """
 
     def __init__(self, cap_bytes: int) -> None:

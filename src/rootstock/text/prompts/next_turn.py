@@ -42,7 +42,7 @@ def known_prefixes(
     *,
     parse: bool = False,
 ) -> list[Tokens]:
-    """Returns what the next request begins with: one prefix, or two where clients differ in what they send back.
+    """Returns the beginning of the next request: one prefix, or two if clients return the answer in two ways.
 
     Renders and tokenizes: not for an event loop. Raises RequestError.
     """

@@ -1,7 +1,7 @@
 """The file of `--public-prompts`: system prompts with tools, and texts, whose K/V all tenants share.
 
-The public head of a system prompt is what its rendering has in common with whatever the first message after it
-begins with. A prompt has the head if it begins with all of its tokens, so that no text is compared.
+The public head of a system prompt is the part of its rendering that does not depend on the beginning of the first
+message after it. A prompt has the head if it begins with all of its tokens, so that no text is compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 64 * MIB
 MAX_PROMPTS = 4096
 _FIELDS = ("system", "messages", "tools", "chat_template_kwargs", "text")
 
-# Beginnings of what may follow: tokenizers merge across the place, each kind of character in a way of its own.
+# Beginnings of possible next messages: tokenizers merge across the boundary, differently for each kind of character.
 _NEXT = ("Yes?", "no", "7", " x", "\n", "(", "ü", "語", "<")
 
 
@@ -103,7 +103,7 @@ def _conversation(entry: Mapping[str, Any], place: str) -> Conversation:
 def public_heads(
     prompts: Sequence[PublicPrompt], tokenizer: PromptTokenizer, *, parse: bool, drop_volatile: bool
 ) -> PublicHeads:
-    """Renders and tokenizes public prompts as those of clients. Raises InvalidOption."""
+    """Renders and tokenizes public prompts like clients' prompts. Raises InvalidOption."""
     heads = []
     for prompt in prompts:
         try:

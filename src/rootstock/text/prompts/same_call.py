@@ -1,4 +1,4 @@
-"""Comparison of tool calls: those that clients send back with those that were sampled, however serialized."""
+"""Comparison of the tool calls that clients send back with the sampled ones, for any serialization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReturnedCall:
     """A call of a conversation's history, as the client sends it."""
 
     name: str
-    arguments: Any  # an object, or text that is none
+    arguments: Any  # an object, or text that is not an object
 
 
 def returned_calls(messages: Sequence[Message]) -> dict[str, ReturnedCall]:

@@ -1,7 +1,7 @@
 """Memory of sampled answers: the ids that the model generated after each prompt, and the calls in them.
 
 A client returns an answer as text. Tokenizing this text need not give the ids that were sampled, and the KV cache
-holds those of the sampled ids. `splicing.py` puts them back where a later prompt repeats the text.
+holds the rows of the sampled ids. `splicing.py` puts these ids back where a later prompt repeats the text.
 
 An answer is kept by the text before it: its key is a digest of the rendered prompt up to its last piece, and the
 tokens of that piece precede the sampled ids. The same text elsewhere in a conversation, or in another conversation,
@@ -40,7 +40,7 @@ class SpliceCounters:
     answers: int = 0  # remembered
     calls: int = 0  # remembered
     spliced_tokens: int = 0  # sampled ids that prompts got back
-    restored_calls: int = 0  # calls that the client or the template had serialized anew
+    restored_calls: int = 0  # calls that the client or the template had serialized again
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class SampledAnswer:
 
     tokens: Tokens  # [prompt_tokens + sampled]
     prompt_tokens: int
-    calls: dict[str, SampledCall]  # by id, changed by the memory; those of other answers may be among them
+    calls: dict[str, SampledCall]  # by id, changed by the memory; calls of other answers may be among them
     spelling: Spelling
 
     @cached_property

@@ -167,7 +167,7 @@ class Named:
         return self._translated(bisect_right(self._places, (position, sys.maxsize)) - 1, position)
 
     def end(self, position: int) -> int | None:
-        """Like `start`, for the end of a part: hidden control tokens there are not in the part."""
+        """Translates the end of a part like `start`. Hidden control tokens at the end are not in the part."""
         at = bisect_left(self._places, (position, -1))
         is_place = at < len(self._places) and self._places[at][0] == position
         return self._translated(at if is_place else at - 1, position)

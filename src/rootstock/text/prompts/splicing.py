@@ -86,7 +86,7 @@ class _Splice:
     tokens: Tokens
     pieces: int
     sampled: int
-    calls: int  # serialized anew by the client or the template
+    calls: int  # serialized again by the client or the template
     chars: int
 
 
@@ -138,7 +138,7 @@ class _Alignment:
         return None
 
     def _align(self) -> list[int]:
-        """Finds the equal runs of both. Returns where, in the answer, a call begins that the text serializes anew."""
+        """Finds the equal runs of both. Returns where in the answer a call begins that the text serializes again."""
         own = self._answer.spelled.text
         spans: list[CallSpan] | None = None
         skipped: list[int] = []
@@ -190,7 +190,7 @@ class _Alignment:
                 yield here + end - start, tokens, end
 
     def _rest(self, piece: int, chars: int, *, anew: bool) -> Tokens | None:
-        """Returns tokens of a piece after its first characters: the tokenizer's own, or else those of the text."""
+        """Returns tokens of a piece after its first characters: the tokenizer's own, or else the text's tokens."""
         own = self._spelled.get(piece)
         if own is None:
             own = self._spelled[piece] = self._spelling.spelled(self._encode(self._first + piece))

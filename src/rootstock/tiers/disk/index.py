@@ -131,8 +131,8 @@ class Known:
 
     @property
     def recency(self) -> tuple[float, int]:
-        """Returns the order of use, least recent first. Of records used at the same time, those that end last are
-        evicted first, because they continue others."""
+        """Returns the order of use, least recent first. Among records used at the same time, the records that end
+        last are evicted first, because they continue others."""
         return self.last_use_s, -self.last
 
 

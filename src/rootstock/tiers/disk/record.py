@@ -79,7 +79,7 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
     if len(body) < _IDENTITY.size or xxhash.xxh3_64(body).digest() != check:
         return None
     namespace, parent, own, kind, layers, start, tokens, family, dtype = _IDENTITY.unpack_from(body)
-    # The checksum is no proof: a copied directory may come from anybody.
+    # The checksum proves no origin: a copied directory may come from an attacker.
     if len(body) != _IDENTITY.size + family + dtype + 4 * tokens or not layers or kind not in tuple(Kind):
         return None
     if (Kind(kind) is Kind.BLOCKS and not tokens) or start > _MOST_START:

@@ -479,7 +479,7 @@ class DiskTier:
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         """Notes a use now. It is kept in memory and written with a later store, so that the caller does not wait. A
-        crash loses uses that are not written yet, usually those of the last minute."""
+        crash loses uses that are not written yet, usually the uses of the last minute."""
         now_s = self._use_time_s()
         with self._counting:
             for key in keys:
@@ -504,7 +504,7 @@ class DiskTier:
         return Retention(until_s, keep.priority, tenant)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every record's entry, each after those of the prefix that it continues, without reading payloads.
+        """Yields every record's entry, each after the entries of its prefix, without reading payloads.
         Damaged rows are deleted. Ends early if the index fails."""
         try:
             self._flush_uses()
@@ -521,8 +521,8 @@ class DiskTier:
             self._index_fault(error)
 
     def clear(self, namespace: bytes | None = None) -> bool:
-        """Removes every record, or those of a namespace. Loads in progress are not affected. Returns False if the
-        disk fails, and records may remain."""
+        """Removes all records, or the records of a namespace. Loads in progress are not affected. Returns False if
+        the disk fails, and records may remain."""
         try:
             # Read before the lock is taken, so that stores continue while all rows are read.
             of_namespace = None if namespace is None else self._keys_of(namespace)
@@ -723,7 +723,7 @@ class DiskTier:
         """Warns of records that had to go for --disk-budget before the first request. They may be another model's:
         records of all models in a directory share its budget."""
         if found.charged_bytes <= self._room.budget.usable_bytes:
-            return  # whatever is gone now was dead
+            return  # all removed records were dead
         with suppress(OSError):
             left = measure(self._files, self._folder, 0)
             removed = found.segment_bytes + found.foreign_bytes - left.segment_bytes - left.foreign_bytes

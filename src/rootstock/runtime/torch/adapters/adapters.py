@@ -1,8 +1,8 @@
 """LoRA adapters of a loaded model: requests of several adapters and of the base share a forward.
 
 An adapter's tensors are kept beside the base's weights, which are shared. The modules that it changes get a forward
-of their own, and each forward's rows are attributed to adapters (rows.py). Every load is checked: the runtime's
-logits, of a batch that mixes the adapter with the base, must be those of the model's own code with merged weights.
+of their own, and each forward's rows are attributed to adapters (rows.py). Every load is checked: for a batch
+that mixes the adapter with the base, the runtime's logits must equal the model's own code with merged weights.
 Where a model's rows cannot be attributed, the adapter gets forwards of its own, and is checked in these.
 """
 
@@ -219,7 +219,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def _merged(self, given: Mapping[str, LoraTensors]) -> Iterator[None]:
-        """Runs the model with merged weights, which are made anew at each call of a module: one at a time is in
+        """Runs the model with merged weights, which are computed at each call of a module: one at a time is in
         memory."""
         adapted = {name: self._named[name].forward for name in given}
         try:

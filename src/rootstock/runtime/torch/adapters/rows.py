@@ -25,7 +25,7 @@ from rootstock.runtime.torch.module_parts import Part
 
 
 class RowsUnknown(Exception):
-    """Error: the rows of a module's input are not those of the step."""
+    """Error: the rows of a module's input are not the rows of the step."""
 
     def __init__(self, module: nn.Module, shape: Sequence[int], rows: int) -> None:
         super().__init__(
@@ -197,7 +197,7 @@ def _change(module: nn.Module, view: _View, deltas: Mapping[str, Delta], input: 
 
 
 def _has_rows(leading: Sequence[int], rows: int) -> bool:
-    """Returns whether the leading sizes of a tensor begin with those of the step's rows."""
+    """Returns whether the product of the leading sizes of a tensor, up to some size, is the number of rows."""
     product = 1
     for size in leading:
         product *= size

@@ -1,4 +1,4 @@
-"""Check for recurrent mixers that ignore their stored state and start anew when they get several tokens.
+"""Check for recurrent mixers that ignore their stored state and start from zero when they get several tokens.
 
 Each mixer runs on the same rows at once and in two parts. In the second run it returns its output of the first run,
 so that the next mixer gets the same rows again. Errors then do not add up from layer to layer, and the two cases lie
