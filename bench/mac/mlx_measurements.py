@@ -429,7 +429,7 @@ class _Model:
     ) -> _Sequences:
         """Returns sequences of a new runtime. `way`: an execution mode, or "kernel"."""
         from rootstock.runtime.base import ModelDescription
-        from rootstock.runtime.mlx.runner import MlxRuntime, Served
+        from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 
         families = self.layout.families
         self._check_memory(count, context + tokens)
@@ -449,7 +449,7 @@ class _Model:
             memory="unified",
         )
         runtime = MlxRuntime(
-            self.model, Served(self.layout, description, PagedKernel() if way == "kernel" else None)
+            self.model, MlxExecution(self.layout, description, PagedKernel() if way == "kernel" else None)
         )
         return _Sequences(runtime, families, count, context, tokens, scattered=scattered)
 

@@ -7,7 +7,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from cache.test_hints import Clock, fill, make, prompt
-from rootstock.cache.hints import CacheHints, Retention, Verdict
+from rootstock.cache.hints import CacheHints, RetentionWish, Verdict
 from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.sessions import (
     FIRST_PAUSE_S,
@@ -90,7 +90,7 @@ def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
 def test_a_retention_hint_of_the_last_request_outlives_its_session() -> None:
     clock = Clock()
     cache = make(clock)
-    ending = CacheHints("", "agent", "session", True, (Retention("field", 8, 300.0),))
+    ending = CacheHints("", "agent", "session", True, (RetentionWish("field", 8, 300.0),))
     run(cache, prompt(1), hints=ending)
     fill(cache, clock)
     assert hit(cache, prompt(1)) == 8
@@ -202,7 +202,7 @@ def test_of_two_sessions_the_one_with_the_longer_call_loses_its_place(slow: int)
     cache = make(clock, 20, retained_share=0.4)  # room for one of them
 
     def ask(number: int, upto: int, ttl_s: float) -> None:
-        kept = (Retention("ttl", ttl_s=ttl_s),)
+        kept = (RetentionWish("ttl", ttl_s=ttl_s),)
         hints = CacheHints("", f"agent {number}", "session", retentions=kept)
         run(cache, turn(number, upto), hints=hints)
 

@@ -22,7 +22,7 @@ from rootstock.cache.types import NO_BLOCK, BlockIds, SlotId, Tokens
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription, Segment
 from rootstock.runtime.mlx.rows import FamilyRows
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.survey import Layout, survey
 
 SIZE, BLOCKS = 4, 64  # of the pools of `Call`
@@ -102,10 +102,10 @@ def served(
     dtype: str = "float32",
     mode: ExecutionMode = "batched",
     kernel: PagedKernel | None = None,
-) -> Served:
+) -> MlxExecution:
     layout = survey(model)
     description = described(layout, dtype=dtype, kv_dtype=dtype, execution_mode=mode)
-    return Served(layout, description, kernel)
+    return MlxExecution(layout, description, kernel)
 
 
 def runtime_of(

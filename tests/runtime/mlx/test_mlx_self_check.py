@@ -19,7 +19,7 @@ from rootstock.cache.families import SlidingWindow
 from rootstock.cache.plan import Plan
 from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.runtime.mlx import kv_pool, rows, state_pool
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import noise, own_logits, self_check
 from rootstock.runtime.mlx.survey import Unsupported
 from rootstock.runtime.mlx.weights import cast, quantize
@@ -33,7 +33,7 @@ def check(
     model: nn.Module,
     dtype: str = "float32",
     mode: ExecutionMode = "batched",
-    runtime: Callable[[nn.Module, Served], Any] = MlxRuntime,
+    runtime: Callable[[nn.Module, MlxExecution], Any] = MlxRuntime,
 ) -> Verdict:
     its = served(model, dtype, mode)
     return self_check(model, its.description, lambda: runtime(model, its), lambda done: None)

@@ -223,10 +223,10 @@ class IdlePrefills(Part):
     def forget(self, namespace: Namespace | None) -> None:
         """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
         for queue in self._queues.values():
-            for job in [each for each in queue if is_in(each.scope, namespace)]:
+            for job in [each for each in queue if scope_touches(each.scope, namespace)]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
-        if self._loading is not None and is_in(self._loading[0].scope, namespace):
+        if self._loading is not None and scope_touches(self._loading[0].scope, namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
     def drop_adapter(self, fingerprint: str) -> None:
@@ -410,7 +410,7 @@ class IdlePrefills(Part):
             self._put_back(job)
 
 
-def is_in(scope: Scope, namespace: Namespace | None) -> bool:
+def scope_touches(scope: Scope, namespace: Namespace | None) -> bool:
     """Returns whether a prompt has positions in a namespace. None: in any."""
     return namespace is None or scope.has(namespace)
 

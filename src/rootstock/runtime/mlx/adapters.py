@@ -21,13 +21,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from rootstock.errors import AdapterUnusable
+from rootstock.runtime.adapter_errors import UnfitModule
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import LoadedAdapter, ModelDescription, Runtime, Segment
 from rootstock.runtime.mlx.adapted_modules import (
     AdapterRows,
     Lora,
     Merged,
-    Refused,
     add_delta,
     lora_of,
     remove_delta,
@@ -138,7 +138,7 @@ class Adapters:
                         scalings.scaling_of(name),
                         scalings.rank_of(name),
                     )
-                except Refused as refusal:
+                except UnfitModule as refusal:
                     raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
                 if any(self._named[place] is self._named[other] for other in given):
                     raise AdapterUnusable(source.name, f"{name} is a module that the adapter changes twice")
@@ -169,10 +169,10 @@ class Adapters:
 
     def _place(self, name: str, places: Mapping[str, str | None]) -> str:
         if name not in places:
-            raise Refused("is no module of the base model: the adapter was made for another one")
+            raise UnfitModule("is no module of the base model: the adapter was made for another one")
         place = places[name]
         if place is None:
-            raise Refused(
+            raise UnfitModule(
                 "has a weight that mlx-lm changes or leaves out when it reads a checkpoint: merge the adapter "
                 "instead, or train it with mlx-lm"
             )

@@ -34,7 +34,7 @@ from rootstock.runtime.mlx.adapters import Adapters
 from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, Checkpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
-from rootstock.runtime.mlx.runner import MlxRuntime, Served, dtype_name
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime, dtype_name
 from rootstock.runtime.mlx.survey import Layout, Unsupported, survey
 from rootstock.runtime.mlx.weights import (
     arrays_of,
@@ -273,7 +273,7 @@ def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
 # ---- rows
 
 
-def _with_quantized_cache(served: Served) -> Served:
+def _with_quantized_cache(served: MlxExecution) -> MlxExecution:
     """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
     loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = served.layout.with_quantized_rows()

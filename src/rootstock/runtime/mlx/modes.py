@@ -17,7 +17,7 @@ import mlx.nn as nn
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import refuse_inconsistent, self_check
 from rootstock.runtime.mlx.survey import Layout, Unsupported
 from rootstock.runtime.model_files import first_line
@@ -33,11 +33,11 @@ def choose_mode(
     model: nn.Module,
     layout: Layout,
     description: ModelDescription,
-    make_runtime: Callable[[Served], MlxRuntime],
+    make_runtime: Callable[[MlxExecution], MlxRuntime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
     why_not: Callable[[PagedKernel], str | None] = lambda kernel: None,
-) -> Served:
+) -> MlxExecution:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
     does.
 
@@ -45,10 +45,10 @@ def choose_mode(
     """
     failures: list[Exception] = []
     for mode, its_kernel, grouped_masks in _attempts(kernel):
-        served = Served(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
+        served = MlxExecution(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
         runtimes: list[MlxRuntime] = []
 
-        def make(served: Served = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
+        def make(served: MlxExecution = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
             made.append(make_runtime(served))
             return made[-1]
 
@@ -57,7 +57,7 @@ def choose_mode(
             if mode == _BATCHED and layout.layers and not runtimes[-1].stats.attentions_on_pools:
                 # The next mode computes the same, and does not look for what never comes.
                 failures.append(Unsupported("changes the K and V of its cache before its attention"))
-                served = Served(layout, replace(description, execution_mode=_GATHERED))
+                served = MlxExecution(layout, replace(description, execution_mode=_GATHERED))
             elif its_kernel is not None and (fault := why_not(its_kernel)):
                 raise Unsupported(fault)
         except (InvalidOption, MemoryError):

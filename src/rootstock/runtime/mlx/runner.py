@@ -42,7 +42,7 @@ _PADDED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class MlxExecution:
     """Model and its execution mode, which is the description's."""
 
     layout: Layout
@@ -63,7 +63,7 @@ class RuntimeStats:
 class MlxRuntime:
     """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(self, model: nn.Module, served: Served, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: nn.Module, served: MlxExecution, adapters: Adapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
         self._served = served
@@ -175,31 +175,31 @@ class MlxRuntime:
         rows = [scored[number] for number in sorted(scored)]
         return np.concatenate(rows) if rows else np.empty((0, self._layout.vocab_size), np.float32)
 
-    def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
+    def _calls_of(self, segments: Sequence[Segment]) -> list[_MlxForward]:
         """Divides a step's segments into calls of the model, those without logits first.
 
         A segment of a prompt has logits of its last row only. Its other rows lead in a call of their own.
         """
-        unscored: list[_Call] = []
+        unscored: list[_MlxForward] = []
         scored: list[tuple[int, Segment]] = []
         for number, segment in enumerate(segments):
             rest = segment
             if lead := len(segment.tokens) - segment.logits_to_keep:
                 first = replace(segment, tokens=segment.tokens[:lead], logits_to_keep=0)
-                unscored.append(_Call([number], [first]))
+                unscored.append(_MlxForward([number], [first]))
                 rest = replace(segment, tokens=segment.tokens[lead:], past=segment.past + lead)
             if len(rest.tokens):
                 scored.append((number, rest))
         return [*unscored, *self._shared_calls(scored)]
 
-    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_Call]:
+    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_MlxForward]:
         """Groups segments that have logits of all their rows."""
         if self.description.execution_mode == "one sequence per forward":
-            return [_Call([number], [segment]) for number, segment in scored]
+            return [_MlxForward([number], [segment]) for number, segment in scored]
         longest = max((len(segment.tokens) for _, segment in scored), default=0)
         # Padding would go into recurrent states.
         pads = not self._layout.has_states and longest * len(scored) <= _PADDED_ROWS
-        groups: dict[tuple[int, bool, str], _Call] = {}
+        groups: dict[tuple[int, bool, str], _MlxForward] = {}
         # The rows of each adapter follow each other in a call.
         for number, segment in sorted(scored, key=lambda one: one[1].adapter):
             group = (
@@ -208,7 +208,7 @@ class MlxRuntime:
                 self._layout.has_states and segment.past == 0,
                 "" if self._adapters is None else self._adapters.call_of(segment),
             )
-            call = groups.setdefault(group, _Call([], []))
+            call = groups.setdefault(group, _MlxForward([], []))
             call.numbers.append(number)
             call.segments.append(segment)
         return list(groups.values())
@@ -340,7 +340,7 @@ class MlxRuntime:
 
 
 @dataclass(slots=True)
-class _Call:
+class _MlxForward:
     """Segments that one call of the model computes, and their numbers in the batch."""
 
     numbers: list[int]

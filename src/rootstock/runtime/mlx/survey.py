@@ -196,7 +196,7 @@ def _rule_of(cache: Any) -> TokenFamily | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ObservedLayer:
     rule: TokenFamily
     heads: int
     key_dim: int
@@ -207,7 +207,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    kept: dict[CachePath, _Kept]
+    kept: dict[CachePath, _ObservedLayer]
     states: dict[CachePath, tuple[StateShape | None, ...]]
     vocab_size: int
 
@@ -237,7 +237,7 @@ def _probe(model: nn.Module, tokens: int, *, evaluates: bool) -> _Seen:
     )
 
 
-def _kept(cache: _WatchedCache, tokens: int) -> _Kept:
+def _kept(cache: _WatchedCache, tokens: int) -> _ObservedLayer:
     if len(cache.given) > 1:
         raise Unsupported("gives K and V to a cache more than once in a forward")
     keys, values = cache.given[0]
@@ -248,7 +248,7 @@ def _kept(cache: _WatchedCache, tokens: int) -> _Kept:
         raise Unsupported("gives a cache K and V of different dtypes or numbers of heads")
     rule = _rule_of(cache.inner)
     assert rule is not None
-    return _Kept(rule, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys is values)
+    return _ObservedLayer(rule, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys is values)
 
 
 def _state_shape(state: mx.array | None) -> StateShape | None:

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TorchExecution:
     """Model that passed the self-check, and its configuration. The model is left in its execution mode."""
 
     layout: Layout
@@ -51,10 +51,10 @@ def choose_mode(
     found: Surveyed,
     context_limit: int,
     describe: Callable[[Layout], ModelDescription],
-    make_runtime: Callable[[Served, Tuning], Runtime],
+    make_runtime: Callable[[TorchExecution, Tuning], Runtime],
     progress: Callable[[float], None],
     compiled: Compiled | None = None,
-) -> Served:
+) -> TorchExecution:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
     does."""
     modes: list[ExecutionMode] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
@@ -69,7 +69,7 @@ def choose_mode(
             if fuses and not fusion.parts:
                 undo_parts(model)
                 continue  # the next attempt is the same
-            served = Served(layout, replace(describe(layout), execution_mode=mode), kernel, fusion)
+            served = TorchExecution(layout, replace(describe(layout), execution_mode=mode), kernel, fusion)
             remark = self_check(
                 model,
                 layout.calling,

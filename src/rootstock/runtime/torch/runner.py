@@ -48,7 +48,7 @@ from rootstock.runtime.torch.adapters.adapters import Adapters
 from rootstock.runtime.torch.adapters.rows import AdapterRows
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
-from rootstock.runtime.torch.fallback import Served, choose_mode
+from rootstock.runtime.torch.fallback import TorchExecution, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import refuse_unknown_kinds, text_config
 from rootstock.runtime.torch.inspect.layout import Layout, sequential_layout
@@ -240,7 +240,9 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         )
 
 
-def _with_quantized_cache(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
+def _with_quantized_cache(
+    served: TorchExecution, of_states: torch.dtype | None, rounds_rows: bool
+) -> TorchExecution:
     """Returns the same model with pools that round recurrent states or quantize K and V. The self-check has run with
     exact pools, because the loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = _stored(served.layout, of_states, rounds_rows)
@@ -280,7 +282,7 @@ class TorchRuntime:
     def __init__(
         self,
         model: nn.Module,
-        served: Served,
+        served: TorchExecution,
         tuning: Tuning | None = None,
         *,
         with_graphs: bool = False,

@@ -69,8 +69,8 @@ class ConstraintCompiler:
         self._hosted: HostedVocabulary | None = None
         self._closed = False
         self._compiling: set[GrammarProcess] = set()
-        self._grammars: _Kept[CompiledGrammar] = _Kept(_KEPT_GRAMMARS)
-        self._markers: _Kept[Marker] = _Kept(_KEPT_MARKERS)
+        self._grammars: _LruCache[CompiledGrammar] = _LruCache(_KEPT_GRAMMARS)
+        self._markers: _LruCache[Marker] = _LruCache(_KEPT_MARKERS)
         weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
@@ -183,7 +183,7 @@ class ConstraintCompiler:
         return CompiledReasoning(marker(asked.end), start, asked.starts_inside, budget)
 
 
-class _Kept(Generic[T]):
+class _LruCache(Generic[T]):
     """The values that were used last."""
 
     def __init__(self, most: int) -> None:

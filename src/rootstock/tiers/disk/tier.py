@@ -53,11 +53,11 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Retention, Row, is_damage
+from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Row, StoredGrant, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
-    Place,
+    RecordLocation,
     decode_identity,
     difference,
     encode,
@@ -412,7 +412,7 @@ class DiskTier:
             self._strike(key, place)
         return result
 
-    def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
+    def _find_and_open(self, key: RecordKey) -> tuple[RecordLocation, int | OSError] | None:
         """Finds a record and opens its file. Both under the lock, so that no compaction comes in between."""
         with self._index.lock:
             row = self._index.find(key)
@@ -427,7 +427,9 @@ class DiskTier:
         with suppress(OSError):
             self._files.close(fd)
 
-    def _read(self, fd: int, place: Place, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    def _read(
+        self, fd: int, place: RecordLocation, asked: Identity, into: Sequence[Buffer] | None
+    ) -> LoadResult:
         head = read_head(self._files, fd, place)
         if isinstance(head, Miss):
             return head
@@ -442,7 +444,7 @@ class DiskTier:
         damage = read_payload(self._files, fd, place, head, views)
         return damage or Loaded(tuple(views), "disk")
 
-    def _strike(self, key: RecordKey, place: Place) -> None:
+    def _strike(self, key: RecordKey, place: RecordLocation) -> None:
         """Quarantines a record: deletes its row. Its bytes are dead until their segment is removed."""
         try:
             struck = self._index.delete_at(key, place)
@@ -492,7 +494,7 @@ class DiskTier:
         with self._counting:
             self._keeps |= {key: (now_s + keep.lasts_s, keep) for key, keep in keeps.items()}
 
-    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> Retention:
+    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> StoredGrant:
         """Returns the retention that the tenant's share has room for: all of it or none."""
         tenant = xxhash.xxh3_64_intdigest(keep.tenant.encode("utf-8", "surrogatepass")) >> 1
         kept = self._index.kept
@@ -501,7 +503,7 @@ class DiskTier:
             self._index.forget_ended_retention(self._use_time_s())
         if until_s <= 0 or not kept.has_room(tenant, stored_bytes):
             return NO_RETENTION
-        return Retention(until_s, keep.priority, tenant)
+        return StoredGrant(until_s, keep.priority, tenant)
 
     def entries(self) -> Iterator[Entry]:
         """Yields every record's entry, each after those of the prefix that it continues, without reading payloads.
@@ -685,7 +687,7 @@ class DiskTier:
     def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
         """Evicts these records of a segment and copies the others to the open one. Their rows refer to the copies
         once these are synced. Damaged records are quarantined instead. Afterwards the segment is dead."""
-        moves: list[tuple[Row, Place]] = []
+        moves: list[tuple[Row, RecordLocation]] = []
         damaged: list[Row] = []
         going = set(lost)
         fd = self._files.open_read(self._segments.path(number))

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from rootstock.errors import AdapterUnusable
 from rootstock.kernels.torch.sliced_attention import Tuning
+from rootstock.runtime.adapter_errors import UnfitModule
 from rootstock.runtime.adapter_files import AdaptedModule as ModuleFiles
 from rootstock.runtime.adapter_files import AdapterSource, Role
 from rootstock.runtime.base import LoadedAdapter, Runtime, Segment
 from rootstock.runtime.model_files import first_line
-from rootstock.runtime.torch.adapters.deltas import LoraTensors, Merged, Refused, delta_of, refuse_misfit
+from rootstock.runtime.torch.adapters.deltas import LoraTensors, Merged, delta_of, refuse_misfit
 from rootstock.runtime.torch.adapters.rows import AdaptedModule, AdaptedProjection, AdapterRows
-from rootstock.runtime.torch.fallback import Served
+from rootstock.runtime.torch.fallback import TorchExecution
 from rootstock.runtime.torch.hooks import keeps_latents
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.packed_linears import weight_of
@@ -43,7 +44,7 @@ class Adapters:
     def __init__(
         self,
         model: nn.Module,
-        served: Served,
+        served: TorchExecution,
         read_elsewhere: Mapping[str, str],
         refuse_large: Callable[[AdapterSource], None],
     ) -> None:
@@ -128,7 +129,7 @@ class Adapters:
                 for name, files in source.tensors.items():
                     try:
                         given[name] = self._of_module(source, name, files, opened)
-                    except Refused as refusal:
+                    except UnfitModule as refusal:
                         raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
             source.refuse_changed()
         except (SafetensorError, OSError) as error:
@@ -138,11 +139,11 @@ class Adapters:
     def _of_module(self, source: AdapterSource, name: str, files: ModuleFiles, opened: Any) -> LoraTensors:
         module = self._named.get(name)
         if module is None:
-            raise Refused("is no module of the base model: the adapter was made for another one")
+            raise UnfitModule("is no module of the base model: the adapter was made for another one")
         parent = self._named.get(name.rpartition(".")[0])
         expands = parent is not None and keeps_latents(parent) and name.endswith(".kv_b_proj")
         if name in self._read_elsewhere and not expands:
-            raise Refused(
+            raise UnfitModule(
                 "has a weight that the model's code reads itself, past the layer: merge the adapter instead"
             )
         scalings = source.scalings
@@ -151,7 +152,7 @@ class Adapters:
         tensors: dict[Role, Tensor] = {role: opened.get_tensor(key) for role, key in files.names.items()}
         for role, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise Refused(f"has {role} with numbers that are not finite")
+                raise UnfitModule(f"has {role} with numbers that are not finite")
         dora = scalings.with_magnitudes and "magnitude" in tensors
         return LoraTensors(tensors, scalings.scaling_of(name), dora)
 

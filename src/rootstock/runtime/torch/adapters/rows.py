@@ -18,19 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rootstock.runtime.adapter_errors import RowsUnknown
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.adapters.deltas import Delta, EmbeddingDelta, LinearDelta
 from rootstock.runtime.torch.hooks import LayerUnsupported
-from rootstock.runtime.torch.module_parts import Part
-
-
-class RowsUnknown(Exception):
-    """Error: the rows of a module's input are not those of the step."""
-
-    def __init__(self, module: nn.Module, shape: Sequence[int], rows: int) -> None:
-        super().__init__(
-            f"a {type(module).__name__} gets an input of shape {list(shape)} in a step of {rows} rows"
-        )
+from rootstock.runtime.torch.module_parts import StepPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class AdapterRows:
             self._parts = {}
 
     @contextlib.contextmanager
-    def within(self, part: Part) -> Iterator[None]:
+    def within(self, part: StepPart) -> Iterator[None]:
         """Attributes the rows of a part of the step, while a module runs it."""
         if self._numbers is None:
             yield
@@ -144,7 +136,7 @@ class AdaptedModule:
         if self.deltas.keys().isdisjoint(view.adapters):
             return weight
         if view.rows:
-            raise RowsUnknown(self._module, weight.shape, view.rows)
+            raise _rows_unknown(self._module, weight.shape, view.rows)
         changed = self.deltas[next(iter(view.adapters))]
         assert isinstance(changed, LinearDelta), "an embedding has no such weight"
         return changed.of_weight(weight)
@@ -181,7 +173,7 @@ def _change(module: nn.Module, view: _View, deltas: Mapping[str, Delta], input: 
     leading = input.shape if ids else input.shape[:-1]
     count = view.rows or 1
     if view.rows and not _has_rows(leading, view.rows):
-        raise RowsUnknown(module, input.shape, view.rows)
+        raise _rows_unknown(module, input.shape, view.rows)
     x = input.reshape(count, -1, 1 if ids else input.shape[-1])
     y = out.view(count, -1, out.shape[-1])
     for name, rows in view.adapters.items():
@@ -204,3 +196,9 @@ def _has_rows(leading: Sequence[int], rows: int) -> bool:
         if product == rows:
             return True
     return False
+
+
+def _rows_unknown(module: nn.Module, shape: Sequence[int], rows: int) -> RowsUnknown:
+    return RowsUnknown(
+        f"a {type(module).__name__} gets an input of shape {list(shape)} in a step of {rows} rows"
+    )

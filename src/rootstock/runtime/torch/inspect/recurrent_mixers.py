@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rootstock.runtime.torch.hooks import LayerUnsupported, runs_alone
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
 from rootstock.runtime.torch.inspect.survey import Surveyed, forward_few
-from rootstock.runtime.torch.module_parts import Part
+from rootstock.runtime.torch.module_parts import StepPart
 from rootstock.runtime.torch.state_pool import StateCache, StatePool
 
 _TOKENS = 16
@@ -90,8 +90,8 @@ class _CutCache(ProbeCache):
         self._pool = pool
         self._cuts = cuts
 
-    def groups(self) -> Iterator[Part]:
+    def groups(self) -> Iterator[StepPart]:
         slots = torch.zeros(1, dtype=torch.int64, device=self._device)
         for first, end in itertools.pairwise(self._cuts):
             rows = torch.arange(first, end, device=self._device)[None]
-            yield Part(rows, StateCache(self._pool, slots, continues=first > 0), -1)
+            yield StepPart(rows, StateCache(self._pool, slots, continues=first > 0), -1)
