@@ -3,7 +3,7 @@
 MLX has no hooks, and Python looks `__call__` up in the class. A module that an adapter changes therefore gets a class
 that is derived from its own, for as long as an adapter changes it. Its weights stay as they are, quantized or not:
 the change y + (x · a) · b is added to the rows of the adapter. The batch dimension of a call is its sequences: rows
-of several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as those of
+of several adapters can share a call (`MlxAdapterRows`). Where a module gets rows in another order, such as those of
 routed experts, they cannot be attributed: it raises `RowsUnknown`, and the check at load then gives the adapter calls
 of its own.
 
@@ -158,7 +158,7 @@ class _AdapterSpan:
     end: int
 
 
-class AdapterRows:
+class MlxAdapterRows:
     """Adapters of the sequences in the call in progress. Owned by one model; its modules read it."""
 
     def __init__(self) -> None:
@@ -218,11 +218,11 @@ class AdapterRows:
 class _Changes:
     """Changes of one module by the adapters that are loaded."""
 
-    rows: AdapterRows
+    rows: MlxAdapterRows
     deltas: dict[str, Delta] = field(default_factory=dict)
 
 
-def add_delta(module: nn.Module, rows: AdapterRows, adapter: str, delta: Delta) -> None:
+def add_delta(module: nn.Module, rows: MlxAdapterRows, adapter: str, delta: Delta) -> None:
     """Adds an adapter's change to a module."""
     changes = vars(module).get("lora_changes")
     if changes is None:
@@ -293,7 +293,7 @@ _CHANGES: Mapping[Kind, Change] = {
 # ---- merged weights
 
 
-class Merged:
+class MergedWeights:
     """Replacement of a module by one with merged weights, which are made anew, in float32, at each call: the weights
     of one module at a time are in memory."""
 
@@ -343,7 +343,7 @@ class Merged:
 class _MergedModule(nn.Module):
     """Module whose calls use merged weights, and which notes other reads of its weight."""
 
-    lora_merged: Merged
+    lora_merged: MergedWeights
 
     def __getitem__(self, key: str) -> Any:
         self.lora_merged.is_read_elsewhere |= key == "weight"

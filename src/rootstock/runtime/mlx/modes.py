@@ -19,7 +19,7 @@ from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription
 from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import refuse_inconsistent, self_check
-from rootstock.runtime.mlx.survey import Layout, Unsupported
+from rootstock.runtime.mlx.survey import MlxLayout, UnsupportedModel
 from rootstock.runtime.model_files import first_line
 from rootstock.runtime.trial import Disagreement
 
@@ -31,7 +31,7 @@ _GATHERED: ExecutionMode = "batched, gathered K and V"
 
 def choose_mode(
     model: nn.Module,
-    layout: Layout,
+    layout: MlxLayout,
     description: ModelDescription,
     make_runtime: Callable[[MlxExecution], MlxRuntime],
     progress: Callable[[float], None],
@@ -56,10 +56,10 @@ def choose_mode(
             remark = self_check(model, served.description, make, progress).remark
             if mode == _BATCHED and layout.layers and not runtimes[-1].stats.attentions_on_pools:
                 # The next mode computes the same, and does not look for what never comes.
-                failures.append(Unsupported("changes the K and V of its cache before its attention"))
+                failures.append(UnsupportedModel("changes the K and V of its cache before its attention"))
                 served = MlxExecution(layout, replace(description, execution_mode=_GATHERED))
             elif its_kernel is not None and (fault := why_not(its_kernel)):
-                raise Unsupported(fault)
+                raise UnsupportedModel(fault)
         except (InvalidOption, MemoryError):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
@@ -79,7 +79,7 @@ def choose_mode(
     if disagreements:
         try:
             refuse_inconsistent(model, description)
-        except Unsupported as refusal:
+        except UnsupportedModel as refusal:
             raise ModelUnsupported(description.name, f"it {refusal}") from refusal
         last = disagreements[-1]
         raise SelfCheckFailed(description.name, last.figure, last.allowed, last.quantity) from last
@@ -102,7 +102,7 @@ def _reason(failure: BaseException) -> str:
     if isinstance(failure, PoolsLost):
         return _reason(failure.cause)
     said = first_line(failure)
-    if isinstance(failure, (Unsupported, Disagreement)):
+    if isinstance(failure, (UnsupportedModel, Disagreement)):
         return said
     return f"{type(failure).__name__}: {said.partition('. ')[0]}"  # further sentences list the types of arguments
 

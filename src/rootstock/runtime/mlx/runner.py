@@ -25,14 +25,14 @@ from rootstock.errors import PoolsLost
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
-from rootstock.runtime.mlx.adapters import Adapters
+from rootstock.runtime.mlx.adapters import MlxAdapters
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import EvaluationFailed, KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
 from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, UnusedCache
-from rootstock.runtime.mlx.state_pool import StatePool, States
-from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
+from rootstock.runtime.mlx.state_pool import MlxStatePool, States
+from rootstock.runtime.mlx.survey import CachePath, MlxLayout, replaced
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _PADDED_ROWS = 32
 class MlxExecution:
     """Model and its execution mode, which is the description's."""
 
-    layout: Layout
+    layout: MlxLayout
     description: ModelDescription
     kernel: PagedKernel | None = None  # None: attention on views and gathers of the pools
     # Whether a mask of several sequences has a dimension more, [sequences, 1, 1, new, width], for a model that keeps
@@ -63,7 +63,7 @@ class RuntimeStats:
 class MlxRuntime:
     """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(self, model: nn.Module, served: MlxExecution, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: nn.Module, served: MlxExecution, adapters: MlxAdapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
         self._served = served
@@ -72,7 +72,7 @@ class MlxRuntime:
         self._caches = mlx_cache.make_prompt_cache(model)  # only their places matter
         self._device = mx.default_device()
         self._pool: KVPool | None = None
-        self._states: StatePool | None = None
+        self._states: MlxStatePool | None = None
         self._attention: PoolAttention | None = None
         self._calls = 0
         self._is_lost = False  # the pools' contents are not known, and they could not be made anew
@@ -108,7 +108,7 @@ class MlxRuntime:
         with mx.stream(self._device):
             self._pool = KVPool(layout.layers, blocks, block_size)
         if slots:
-            self._states = StatePool(layout.states, slots[0])
+            self._states = MlxStatePool(layout.states, slots[0])
         if self.description.execution_mode == "batched":
             self._attention = PoolAttention(self._served.kernel)
 
@@ -334,7 +334,7 @@ class MlxRuntime:
         return self._pool
 
     @property
-    def _state_pool(self) -> StatePool:
+    def _state_pool(self) -> MlxStatePool:
         assert self._states is not None, "the model has no recurrent states"
         return self._states
 

@@ -18,7 +18,7 @@ from rootstock.kernels.quantized_rows import select_rows
 from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Segment
-from rootstock.runtime.torch.adapters.rows import AdapterRows
+from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
 from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
@@ -37,7 +37,7 @@ class PackedCache(FusedStep):
         segments: Sequence[Segment],
         *,
         token_wise: bool = False,
-        adapter_rows: AdapterRows | None = None,
+        adapter_rows: TorchAdapterRows | None = None,
     ) -> None:
         """Plans the step. `token_wise`: mixers that continue a state get one new token at a time. `adapter_rows`: of
         a step with adapters."""

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from rootstock.errors import AdapterUnusable
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.adapter_errors import UnfitModule
-from rootstock.runtime.adapter_files import AdaptedModule as ModuleFiles
-from rootstock.runtime.adapter_files import AdapterSource, Role
+from rootstock.runtime.adapter_files import AdapterSource, ModuleTensors, Role
 from rootstock.runtime.base import LoadedAdapter, Runtime, Segment
 from rootstock.runtime.model_files import first_line
-from rootstock.runtime.torch.adapters.deltas import LoraTensors, Merged, delta_of, refuse_misfit
-from rootstock.runtime.torch.adapters.rows import AdaptedModule, AdaptedProjection, AdapterRows
+from rootstock.runtime.torch.adapters.deltas import LoraTensors, MergedForward, delta_of, refuse_misfit
+from rootstock.runtime.torch.adapters.rows import AdaptedModule, AdaptedProjection, TorchAdapterRows
 from rootstock.runtime.torch.fallback import TorchExecution
 from rootstock.runtime.torch.hooks import keeps_latents
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
@@ -38,7 +37,7 @@ from rootstock.runtime.trial import Variant
 _log = logging.getLogger(__name__)
 
 
-class Adapters:
+class TorchAdapters:
     """The adapters of one model. Owned by the thread that owns the runtime."""
 
     def __init__(
@@ -59,7 +58,7 @@ class Adapters:
         find_head = getattr(model, "get_output_embeddings", None)
         self._head = find_head() if callable(find_head) else None
         self._loaded: dict[str, LoadedAdapter] = {}
-        self.rows = AdapterRows(torch.device(served.description.device))
+        self.rows = TorchAdapterRows(torch.device(served.description.device))
 
     def groups(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Divides a step's segments into forwards: those that share one, and one for each adapter that runs apart."""
@@ -136,7 +135,7 @@ class Adapters:
             raise AdapterUnusable(source.name, f"its weights cannot be read ({first_line(error)})") from error
         return given
 
-    def _of_module(self, source: AdapterSource, name: str, files: ModuleFiles, opened: Any) -> LoraTensors:
+    def _of_module(self, source: AdapterSource, name: str, files: ModuleTensors, opened: Any) -> LoraTensors:
         module = self._named.get(name)
         if module is None:
             raise UnfitModule("is no module of the base model: the adapter was made for another one")
@@ -226,7 +225,9 @@ class Adapters:
         try:
             for name, tensors in given.items():
                 module = self._named[name]
-                module.forward = Merged(module, tensors, functools.partial(_weight, module, adapted[name]))
+                module.forward = MergedForward(
+                    module, tensors, functools.partial(_weight, module, adapted[name])
+                )
             yield
         finally:
             for name, forward in adapted.items():

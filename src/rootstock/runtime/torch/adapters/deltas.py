@@ -231,7 +231,7 @@ def delta_of(
     return delta
 
 
-class Merged:
+class MergedForward:
     """Replacement of a module's forward by one with merged weights, in float32."""
 
     def __init__(self, module: nn.Module, given: LoraTensors, weight: Callable[[], Tensor]) -> None:

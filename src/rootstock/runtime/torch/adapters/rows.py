@@ -1,9 +1,10 @@
 """Rows of a forward by adapter, and the replacements of modules' forwards that change them.
 
 The rows of a packed step lie segment by segment. A module that runs a part of the step (`PartByPart`) gets rows of
-its own order, and the head gets the rows that need logits. `AdapterRows` says which rows of the input that a module
-has now belong to which adapter. An input whose rows are others (a routed expert's) cannot be attributed: it raises
-`RowsUnknown`, and the check at load then gives the adapter forwards of its own, in which all rows are the adapter's.
+its own order, and the head gets the rows that need logits. `TorchAdapterRows` says which rows of the input that a
+module has now belong to which adapter. An input whose rows are others (a routed expert's) cannot be attributed: it
+raises `RowsUnknown`, and the check at load then gives the adapter forwards of its own, in which all rows are the
+adapter's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _View:
 _BASE = _View(0, {})
 
 
-class AdapterRows:
+class TorchAdapterRows:
     """Adapters of the rows of the forward in progress. Owned by one runtime; its modules read it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +112,7 @@ class AdapterRows:
 class AdaptedModule:
     """Replacement of a module's forward: the module's own, then each adapter's change of its rows."""
 
-    def __init__(self, module: nn.Module, rows: AdapterRows, *, has_kept_rows: bool) -> None:
+    def __init__(self, module: nn.Module, rows: TorchAdapterRows, *, has_kept_rows: bool) -> None:
         """`has_kept_rows`: the module is the head, and gets only the rows with logits."""
         self.own: Callable[..., Any] = module.forward
         self.is_replaced = "forward" in vars(module)  # the module's own forward was replaced before
@@ -146,7 +147,7 @@ class AdaptedProjection:
     """Product of several linear layers of one input, then each adapter's change of its rows."""
 
     def __init__(
-        self, own: Callable[[Tensor], Tensor], rows: AdapterRows, members: Sequence[nn.Linear]
+        self, own: Callable[[Tensor], Tensor], rows: TorchAdapterRows, members: Sequence[nn.Linear]
     ) -> None:
         self.own = own
         self._rows = rows

@@ -25,7 +25,7 @@ from rootstock.runtime.torch.hooks import (
     runs_alone,
 )
 from rootstock.runtime.torch.inspect.config import layer_class
-from rootstock.runtime.torch.inspect.layout import Layout, Seen, lay_out
+from rootstock.runtime.torch.inspect.layout import Seen, TorchLayout, lay_out
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.inspect.survey import (
     PROBE_TOKENS,
@@ -39,7 +39,7 @@ from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.module_parts import PartByPart, StepCache, StepPart
 
 
-def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Layout:
+def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> TorchLayout:
     """Finds how each layer is served in a packed step, and installs the replacements it needs (`undo_parts` removes
     them). Raises LayerUnsupported if some layer cannot be packed."""
     for module in model.modules():
