@@ -15,7 +15,7 @@ from rich.console import Console
 from rootstock.bench import benchmark
 from rootstock.bench.benchmark import BenchConfig, LoadedModel, OwnServer, run_bench
 from rootstock.bench.play import Played
-from rootstock.bench.rows import CacheState, Row, make_row, quantiles, same_answers
+from rootstock.bench.rows import BenchRow, CacheState, make_row, quantiles, same_answers
 from rootstock.bench.targets import Sample
 from rootstock.bench.workloads import SIZES, Sizes, make_workload
 from rootstock.config import CacheConfig, EngineConfig
@@ -136,7 +136,7 @@ def test_a_server_cannot_be_measured_with_its_cache_off(url: str) -> None:
         run_bench(BenchConfig(("burst",), ("off",)), LoadedModel(url), Console(file=io.StringIO()))
 
 
-def row_of(cache: CacheState) -> Row:
+def row_of(cache: CacheState) -> BenchRow:
     sample = Sample(0.0, [0.5, 0.6], 0.7, b"an answer", 4, 2, 2)
     return make_row(
         "2031-04-02T10:00:00+00:00", "tiny", make_workload("agents"), cache, Played(((sample,),), 1.0)

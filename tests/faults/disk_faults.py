@@ -33,7 +33,7 @@ from engine.helpers import Client, alone
 from engine.tiered import Tiered
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, prefix_digest
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope, prefix_digest
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished
@@ -327,7 +327,7 @@ def first_difference(asked: Identity, found: Identity) -> MissKind:
     """Returns the kind of the first difference, in the order of the documentation, for one namespace and dtype."""
     if (asked.family, asked.kind) != (found.family, found.kind):
         return MissKind.OTHER_LAYERS
-    if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
+    if asked.end != found.end or (asked.kind is RecordKind.BLOCKS and asked.start != found.start):
         return MissKind.OTHER_POSITION
     return MissKind.OTHER_TOKENS
 

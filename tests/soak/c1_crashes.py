@@ -38,7 +38,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
-from rootstock.tiers.disk.index import Index, Row
+from rootstock.tiers.disk.index import Index, IndexRow
 from rootstock.tiers.disk.record import RecordLocation
 from rootstock.tiers.disk.tier import DiskTier
 
@@ -107,7 +107,7 @@ def watched(note: Note) -> Iterator[None]:
         return outcomes
 
     def telling_replace(
-        index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, RecordLocation]]
+        index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[IndexRow, RecordLocation]]
     ) -> None:
         going.update(lost)
         note("evicting", lost)

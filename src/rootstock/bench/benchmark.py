@@ -12,7 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from rootstock.bench.play import play
-from rootstock.bench.rows import CACHE_STATES, CacheState, Row, json_lines, make_row, same_answers, table_of
+from rootstock.bench.rows import (
+    CACHE_STATES,
+    BenchRow,
+    CacheState,
+    json_lines,
+    make_row,
+    same_answers,
+    table_of,
+)
 from rootstock.bench.serving import ServerProcess, signals_unwind
 from rootstock.bench.targets import UrlTarget
 from rootstock.bench.tiny_model import NAME, ensure_tiny_model
@@ -65,7 +73,7 @@ def run_bench(
 ) -> int:
     """Runs the workloads and returns the exit status: 0 only if no request failed. Raises StartupError."""
     console = console or Console()
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     with (
         signals_unwind(),
         closing(_rows(config, target or OwnServer())) as found,
@@ -89,7 +97,7 @@ def run_bench(
     return 1 if any(row.failed for row in rows) else 0
 
 
-def write_rows(rows: Sequence[Row], out: Path) -> Path:
+def write_rows(rows: Sequence[BenchRow], out: Path) -> Path:
     """Writes `<date>-<model>.jsonl` below `out`, and returns its path."""
     out.mkdir(parents=True, exist_ok=True)
     stamp = rows[0].date.replace("-", "").replace(":", "").replace("+0000", "Z")
@@ -98,7 +106,7 @@ def write_rows(rows: Sequence[Row], out: Path) -> Path:
     return path
 
 
-def _rows(config: BenchConfig, target: LoadedModel | OwnServer) -> Generator[Row, None, None]:
+def _rows(config: BenchConfig, target: LoadedModel | OwnServer) -> Generator[BenchRow, None, None]:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = uuid.uuid4().hex  # begins all prompts, so that every state of the cache gets the same ones
     states = [state for state in CACHE_STATES if config.caches is None or state in config.caches]
@@ -123,7 +131,7 @@ def _rows(config: BenchConfig, target: LoadedModel | OwnServer) -> Generator[Row
 
 def _played(
     config: BenchConfig, date: str, run: str, served: LoadedModel, states: Sequence[CacheState]
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Plays each workload on a cache that holds none of it, and then again for the state "warm"."""
     workloads = [
         make_workload(name, config.seed, SIZES[name].scaled(config.scale)) for name in config.workloads

@@ -34,7 +34,7 @@ from rootstock.cache.retention import (
     nearness,
     strongest,
 )
-from rootstock.cache.sessions import Sessions
+from rootstock.cache.sessions import SessionTable
 from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 
@@ -56,7 +56,7 @@ class Retainer:
         tree: PrefixTree,
         counters: Counters,
         clock: Callable[[], float],
-        sessions: Sessions,
+        sessions: SessionTable,
         share: float,
     ) -> None:
         shared = pools.share

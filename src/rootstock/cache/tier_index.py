@@ -23,7 +23,7 @@ from rootstock.cache.families import (
     RecurrentState,
     token_families,
 )
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope
 from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.types import Tokens
 
@@ -89,7 +89,7 @@ class StoredIndex:
 
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
-        too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
+        too_long = identity.kind is RecordKind.BLOCKS and len(identity.tokens) > self.block_size
         misplaced = identity.start % self.block_size  # stored with blocks of another size: never looked up
         if family is None or too_long or misplaced or identity.dtype.endswith(_WITHDRAWN_DTYPE):
             self.foreign_records += 1
@@ -143,7 +143,7 @@ class StoredIndex:
         """Returns True if a block is stored that begins with these tokens."""
         return any(
             f == family
-            and identity.kind is Kind.BLOCKS
+            and identity.kind is RecordKind.BLOCKS
             and common_prefix(identity.tokens, tokens) == len(tokens)
             for f, _, identity in self._at.get(parent, ())
         )

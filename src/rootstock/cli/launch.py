@@ -53,7 +53,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentProgram:
     executable: str
     package: str  # of the npm registry
     first_prompt_tokens: int  # about: its system prompt and tools
@@ -142,10 +142,10 @@ def _qwen_code(served: LaunchTarget) -> Settings:
 
 
 AGENTS = {
-    AgentName.claude: Agent("claude", "@anthropic-ai/claude-code", 26_000, _claude),
-    AgentName.codex: Agent("codex", "@openai/codex", 8_500, _codex),
-    AgentName.opencode: Agent("opencode", "opencode-ai", 8_500, _opencode),
-    AgentName.qwen_code: Agent("qwen", "@qwen-code/qwen-code", 21_500, _qwen_code),
+    AgentName.claude: AgentProgram("claude", "@anthropic-ai/claude-code", 26_000, _claude),
+    AgentName.codex: AgentProgram("codex", "@openai/codex", 8_500, _codex),
+    AgentName.opencode: AgentProgram("opencode", "opencode-ai", 8_500, _opencode),
+    AgentName.qwen_code: AgentProgram("qwen", "@qwen-code/qwen-code", 21_500, _qwen_code),
 }
 
 

@@ -38,7 +38,7 @@ from rootstock.errors import (
     RootstockError,
 )
 from rootstock.errors.options import in_library_words
-from rootstock.llm.generation import Events, Indexed, events_of
+from rootstock.llm.generation import GenerationEvents, Indexed, events_of
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
 from rootstock.llm.params import SamplingParams, warn_of_default
@@ -498,7 +498,7 @@ class LLM:
         batch = _Batch(asked, params, lambda one, how: self._requests(one, how, use))
         with (
             self._open() as engine,
-            contextlib.closing(Events(engine, batch.requests, batch.prompt_of)) as events,
+            contextlib.closing(GenerationEvents(engine, batch.requests, batch.prompt_of)) as events,
         ):
             for indexed in events:
                 batch.take(indexed)
@@ -524,7 +524,7 @@ class LLM:
         params = params or SamplingParams()
         requests = self._requests(asked, params, use)
         with self._open() as engine:
-            return Stream(Events(engine, requests, [0] * len(requests)), self._open, params)
+            return Stream(GenerationEvents(engine, requests, [0] * len(requests)), self._open, params)
 
     async def _astream(
         self, prepare: Callable[[], _Asked], params: SamplingParams | None, use: _Use
@@ -545,7 +545,7 @@ class Stream(Iterator[TextDelta]):
 
     def __init__(
         self,
-        events: Events,
+        events: GenerationEvents,
         opened: Callable[[], contextlib.AbstractContextManager[Engine]],
         params: SamplingParams,
     ) -> None:

@@ -109,7 +109,7 @@ def sent_hints(
     """
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
-    found = _Reader(body, headers, marks).read(tenant)
+    found = _HintsReader(body, headers, marks).read(tenant)
     if cache_salt and found.cache is not None and found.cache.session is not None:
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
         session = f"{salt_of('', cache_salt)} {found.cache.session}"
@@ -145,7 +145,7 @@ _IGNORED_EXTENSIONS = frozenset(
 
 
 @dataclass
-class _Reader:
+class _HintsReader:
     """Reader of one request's hints."""
 
     body: HintFields

@@ -15,7 +15,15 @@ from math import inf
 from typing import Generic, TypeVar, assert_never
 
 from rootstock.errors import ConstraintRefused, EngineStopped, InvalidParameter, Unsupported
-from rootstock.text.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
+from rootstock.text.constraints.asked import (
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Lark,
+    ReasoningBounds,
+    Regex,
+)
 from rootstock.text.constraints.compiled import (
     CompiledConstraint,
     CompiledGrammar,
@@ -165,7 +173,7 @@ class ConstraintCompiler:
 
         return CompiledGrammar(process, rebuild)
 
-    def _reasoning(self, asked: Reasoning, vocabulary: Vocabulary) -> CompiledReasoning:
+    def _reasoning(self, asked: ReasoningBounds, vocabulary: Vocabulary) -> CompiledReasoning:
         def marker(text: str) -> Marker:
             if not 1 <= len(text) <= MAX_MARKER_CHARS:
                 raise InvalidParameter("reasoning", text, f"markers of 1 to {MAX_MARKER_CHARS} characters")

@@ -96,7 +96,7 @@ NO_RETENTION = StoredGrant(0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class IndexRow:
     key: RecordKey
     first: int
     last: int
@@ -229,12 +229,12 @@ class Index:
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._known
 
-    def find(self, key: RecordKey) -> Row | None:
+    def find(self, key: RecordKey) -> IndexRow | None:
         with self.lock:
             known = self._known.get(key)
             return None if known is None else self._read(known)
 
-    def _read(self, known: Known) -> Row:
+    def _read(self, known: Known) -> IndexRow:
         found = self._db.execute("SELECT * FROM records WHERE rowid = ?", (known.rowid,)).fetchone()
         if found is None or found[0] != known.key:
             raise sqlite3.DatabaseError("a row is missing or has another key")
@@ -250,12 +250,12 @@ class Index:
         with self.lock:
             return list(self._known)
 
-    def rows(self, keys: Iterable[RecordKey]) -> Iterator[Row]:
+    def rows(self, keys: Iterable[RecordKey]) -> Iterator[IndexRow]:
         for key in keys:
             if (row := self.find(key)) is not None:
                 yield row
 
-    def of_segment(self, segment: int) -> list[Row]:
+    def of_segment(self, segment: int) -> list[IndexRow]:
         """Returns a segment's rows in order of offset."""
         with self.lock:
             rows = [self._read(known) for known in self.known_in(segment)]
@@ -298,7 +298,7 @@ class Index:
         """Returns whether rows with identities of these lengths fit in one transaction."""
         return self._insertion_bytes(len(identities_bytes), sum(identities_bytes)) <= self.wal_limit_bytes
 
-    def insert(self, rows: Sequence[Row]) -> None:
+    def insert(self, rows: Sequence[IndexRow]) -> None:
         first = self._next_rowid
         growth_bytes = self._insertion_bytes(len(rows), sum(len(row.identity) for row in rows))
         with self._transaction(growth_bytes):
@@ -345,7 +345,7 @@ class Index:
             self.delete([key])
             return True
 
-    def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, RecordLocation]]) -> None:
+    def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[IndexRow, RecordLocation]]) -> None:
         """Deletes rows, and moves others to new places. A row that changed since it was read stays unchanged. Moved
         rows are inserted again, beside the rows of their new segment.
 
@@ -577,12 +577,12 @@ def _columns(retention: StoredGrant) -> tuple[float, int, int]:
     return float(retention.until_s), retention.priority, retention.tenant
 
 
-def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]) -> Row:
+def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]) -> IndexRow:
     if [type(column) for column in row] != _TYPES:
         raise sqlite3.DatabaseError("a row has columns of wrong types")
     key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses, *_ = row
     until_s, priority, tenant = row[10:]
-    return Row(
+    return IndexRow(
         RecordKey(key),
         first,
         last,

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind
+from rootstock.cache.keys import Identity, RecordKind
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
 from rootstock.units import MIB
@@ -80,9 +80,13 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
         return None
     namespace, parent, own, kind, layers, start, tokens, family, dtype = _IDENTITY.unpack_from(body)
     # The checksum is no proof: a copied directory may come from anybody.
-    if len(body) != _IDENTITY.size + family + dtype + 4 * tokens or not layers or kind not in tuple(Kind):
+    if (
+        len(body) != _IDENTITY.size + family + dtype + 4 * tokens
+        or not layers
+        or kind not in tuple(RecordKind)
+    ):
         return None
-    if (Kind(kind) is Kind.BLOCKS and not tokens) or start > _MOST_START:
+    if (RecordKind(kind) is RecordKind.BLOCKS and not tokens) or start > _MOST_START:
         return None
     names = bytes(body[_IDENTITY.size : _IDENTITY.size + family + dtype])
     run = np.frombuffer(body, "<i4", count=tokens, offset=_IDENTITY.size + family + dtype)
@@ -95,7 +99,7 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
         family_name,
         layers,
         dtype_name,
-        Kind(kind),
+        RecordKind(kind),
         start,
         run.astype(np.int32),
         parent,
@@ -237,7 +241,7 @@ def difference(asked: Identity, found: Identity) -> MissKind | None:
         return MissKind.OTHER_LAYERS
     if asked.dtype != found.dtype:
         return MissKind.OTHER_DTYPE
-    if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
+    if asked.end != found.end or (asked.kind is RecordKind.BLOCKS and asked.start != found.start):
         return MissKind.OTHER_POSITION
     # A state may have been stored with another start: then the tokens that both have are compared.
     both = min(len(asked.tokens), len(found.tokens))

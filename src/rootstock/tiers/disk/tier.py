@@ -53,7 +53,7 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Row, StoredGrant, is_damage
+from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
@@ -67,7 +67,7 @@ from rootstock.tiers.disk.record import (
 )
 from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
 from rootstock.tiers.disk.segments import Segments, segment_number
-from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, DiskUsage, measure, remove_foreign
 from rootstock.units import MIB, in_units
 
 _log = logging.getLogger(__name__)
@@ -358,7 +358,7 @@ class DiskTier:
                 retention = self._retention(record.keep, until_s, record.stored_bytes + kept_bytes)
             kept_bytes += record.stored_bytes if retention is not NO_RETENTION else 0
             rows.append(
-                Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
+                IndexRow(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
             )
         self._segments.sync()
         self._index.insert(rows)
@@ -561,7 +561,7 @@ class DiskTier:
             self._index_fault(error)
         return Verified(records, stored_bytes, tuple(failures))
 
-    def _check(self, row: Row) -> Miss | None:
+    def _check(self, row: IndexRow) -> Miss | None:
         identity = _identity_of(row)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
@@ -603,7 +603,7 @@ class DiskTier:
         stored_bytes = self.counts.stored_bytes
         return self.written_bytes / stored_bytes if stored_bytes else 1.0
 
-    def usage(self) -> Usage:
+    def usage(self) -> DiskUsage:
         """Measures the directory. Raises OSError and sqlite3.Error."""
         return self._room.usage()
 
@@ -687,8 +687,8 @@ class DiskTier:
     def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
         """Evicts these records of a segment and copies the others to the open one. Their rows refer to the copies
         once these are synced. Damaged records are quarantined instead. Afterwards the segment is dead."""
-        moves: list[tuple[Row, RecordLocation]] = []
-        damaged: list[Row] = []
+        moves: list[tuple[IndexRow, RecordLocation]] = []
+        damaged: list[IndexRow] = []
         going = set(lost)
         fd = self._files.open_read(self._segments.path(number))
         try:
@@ -714,14 +714,14 @@ class DiskTier:
         for row in damaged:
             self._strike(row.key, row.place)
 
-    def _copy(self, fd: int, row: Row) -> Encoded | Miss:
+    def _copy(self, fd: int, row: IndexRow) -> Encoded | Miss:
         identity = decode_identity(row.identity)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
         loaded = self._read(fd, row.place, identity, None)
         return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
 
-    def _tell_what_the_start_removed(self, found: Usage) -> None:
+    def _tell_what_the_start_removed(self, found: DiskUsage) -> None:
         """Warns of records that had to go for --disk-budget before the first request. They may be another model's:
         records of all models in a directory share its budget."""
         if found.charged_bytes <= self._room.budget.usable_bytes:
@@ -773,7 +773,7 @@ def _next_number(files: Files, folder: Path, index: Index) -> int:
     return 1 + max([0, *numbers, *index.live_bytes()])
 
 
-def _identity_of(row: Row) -> Identity | None:
+def _identity_of(row: IndexRow) -> Identity | None:
     """Decodes a row's identity. Returns None if the row is damaged."""
     identity = decode_identity(row.identity)
     return None if identity is None or identity.key != row.key else identity
