@@ -19,7 +19,7 @@ import numpy as np
 from isolated import Figures, Job, Measure, Skipped, error_text, serve_case
 from numpy.typing import NDArray
 
-from rootstock.kernels.metal.launch import Heads, Occupancy, StepRows
+from rootstock.kernels.metal.launch import AttentionHeads, Occupancy, StepRows
 from rootstock.kernels.metal.paged_attention import LayerUse, PagedKernel
 from rootstock.kernels.metal.trial import STEPS, TOLERANCES, WINDOW, error_of
 from rootstock.runtime.host_memory import footprint_bytes, free_host_bytes, total_host_bytes
@@ -29,7 +29,7 @@ BLOCK = 32  # positions of a block, as a server has by default
 WARM_UP, MOST_RUNS, LEAST_RUNS, RUNS_S = 2, 20, 3, 1.0
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_HEADS = Heads(q_heads=32, kv_heads=8, key_dim=128, value_dim=128)  # as in models of 8 B parameters
+_HEADS = AttentionHeads(q_heads=32, kv_heads=8, key_dim=128, value_dim=128)  # as in models of 8 B parameters
 _MOST_LAYERS = 8  # of a timed call of attention
 _STEPS_AHEAD = 64  # positions after a context, for the tokens of warm-ups and runs
 _SUFFIX = 48
@@ -126,11 +126,11 @@ def _wired_limit() -> Figures:
 def pool_writes(job: Job) -> Iterator[Figures]:
     """Writes rows to a layer's pool, attends over a view of it, and counts the writes that copied the pool."""
     from rootstock.runtime.mlx.kv_pool import LayerPool, address_of
-    from rootstock.runtime.mlx.survey import LayerShape
+    from rootstock.runtime.mlx.survey import MlxLayerShape
 
     case = job.case
     heads = _HEADS
-    shape = LayerShape(0, heads.kv_heads, heads.key_dim, heads.value_dim, mx.bfloat16, shares_values=False)
+    shape = MlxLayerShape(0, heads.kv_heads, heads.key_dim, heads.value_dim, mx.bfloat16, shares_values=False)
     slots = int(case["pool_mib"]) * MIB // shape.bytes_per_token
     _need(job, 3 * slots * shape.bytes_per_token)
     pool = LayerPool(shape, slots)
@@ -182,7 +182,7 @@ def kernel(job: Job) -> Iterator[Figures]:
         raise Skipped(_NO_METAL)
     case = job.case
     use = LayerUse(
-        Heads(case["q_heads"], case["kv_heads"], case["key_dim"], case["value_dim"]),
+        AttentionHeads(case["q_heads"], case["kv_heads"], case["key_dim"], case["value_dim"]),
         _DTYPES[case["dtype"]],
         case["block_size"],
         case["shares_values"],
@@ -429,7 +429,7 @@ class _Model:
     ) -> _Sequences:
         """Returns sequences of a new runtime. `way`: an execution mode, or "kernel"."""
         from rootstock.runtime.base import ModelDescription
-        from rootstock.runtime.mlx.runner import MlxRuntime, Served
+        from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 
         families = self.layout.families
         self._check_memory(count, context + tokens)
@@ -449,7 +449,7 @@ class _Model:
             memory="unified",
         )
         runtime = MlxRuntime(
-            self.model, Served(self.layout, description, PagedKernel() if way == "kernel" else None)
+            self.model, MlxExecution(self.layout, description, PagedKernel() if way == "kernel" else None)
         )
         return _Sequences(runtime, families, count, context, tokens, scattered=scattered)
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from rootstock.bench import benchmark
-from rootstock.bench.benchmark import BenchConfig, OwnServer, ServedModel, run_bench
+from rootstock.bench.benchmark import BenchConfig, LoadedModel, OwnServer, run_bench
 from rootstock.bench.play import Played
-from rootstock.bench.rows import CacheState, Row, make_row, quantiles, same_answers
+from rootstock.bench.rows import BenchRow, CacheState, make_row, quantiles, same_answers
 from rootstock.bench.targets import Sample
 from rootstock.bench.workloads import SIZES, Sizes, make_workload
 from rootstock.config import CacheConfig, EngineConfig
@@ -70,7 +70,7 @@ def test_a_bench_over_a_url_writes_rows_and_ends_with_0(
     monkeypatch.setitem(SIZES, "agents", SIZES_OF_A_TEST)
     told = io.StringIO()
     config = BenchConfig(("agents",), out=tmp_path / "new")
-    assert run_bench(config, ServedModel(url), Console(file=told, width=100)) == 0
+    assert run_bench(config, LoadedModel(url), Console(file=told, width=100)) == 0
     (lines,) = (tmp_path / "new").iterdir()
     cold, warm = [json.loads(line) for line in lines.read_text().splitlines()]
     assert (cold["cache"], warm["cache"]) == ("cold", "warm")
@@ -119,7 +119,7 @@ def test_a_bench_without_a_url_starts_a_server_with_its_cache_and_one_without(
 def test_a_url_without_a_server_is_refused_in_one_line() -> None:
     with unused_port() as port, pytest.raises(StartupError, match="Check --url"):
         run_bench(
-            BenchConfig(("burst",)), ServedModel(f"http://127.0.0.1:{port}"), Console(file=io.StringIO())
+            BenchConfig(("burst",)), LoadedModel(f"http://127.0.0.1:{port}"), Console(file=io.StringIO())
         )
 
 
@@ -133,10 +133,10 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
 
 def test_a_server_cannot_be_measured_with_its_cache_off(url: str) -> None:
     with pytest.raises(InvalidOption, match="off"):
-        run_bench(BenchConfig(("burst",), ("off",)), ServedModel(url), Console(file=io.StringIO()))
+        run_bench(BenchConfig(("burst",), ("off",)), LoadedModel(url), Console(file=io.StringIO()))
 
 
-def row_of(cache: CacheState) -> Row:
+def row_of(cache: CacheState) -> BenchRow:
     sample = Sample(0.0, [0.5, 0.6], 0.7, b"an answer", 4, 2, 2)
     return make_row(
         "2031-04-02T10:00:00+00:00", "tiny", make_workload("agents"), cache, Played(((sample,),), 1.0)

@@ -17,7 +17,7 @@ from mlx_measurements import MEASUREMENTS, FixedSplits
 from mlx_report import COMMAND, FULL, SMALL, all_cases
 
 from kernels.metal.emulation import COMPILER, Emulation
-from rootstock.kernels.metal.launch import Heads, StepRows
+from rootstock.kernels.metal.launch import AttentionHeads, StepRows
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from twins import mlx_models
 
@@ -195,7 +195,7 @@ def test_a_step_and_a_suffix_by_the_kernel(tmp_path: Path) -> None:
 
 def test_splits_are_as_many_as_asked() -> None:
     rows = StepRows(np.arange(8, dtype=np.int32)[None], *np.array([[0], [0], [256]], np.int32), block_size=32)
-    heads = Heads(8, 2, 64, 64)
+    heads = AttentionHeads(8, 2, 64, 64)
     assert [rows.launch(heads, FixedSplits(number=number)).splits for number in (1, 4, 64)] == [1, 4, 64]
 
 

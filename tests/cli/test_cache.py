@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cli.running import Ran, Run
 from cli.test_options import VALUES
-from rootstock.cache.keys import Kind, identify, prefix_digest
+from rootstock.cache.keys import RecordKind, identify, prefix_digest
 from rootstock.cache.types import Tokens
 from rootstock.cli.cache import cache_app
 from rootstock.tiers.base import MissKind, Record
@@ -53,14 +53,14 @@ def blocks(tokens: Tokens, first: int = 0, family: str = "full") -> list[Record]
     """Returns a record for each block from block `first` on. The last block may be filled in part."""
     ends = {start: min(start + BLOCK, len(tokens)) for start in range(first * BLOCK, len(tokens), BLOCK)}
     return [
-        record_of(identify(NAMESPACE, family, 4, "float32", Kind.BLOCKS, tokens[:end], start), 500)
+        record_of(identify(NAMESPACE, family, 4, "float32", RecordKind.BLOCKS, tokens[:end], start), 500)
         for start, end in ends.items()
     ]
 
 
 def state(tokens: Tokens) -> Record:
     start = (len(tokens) - 1) // BLOCK * BLOCK
-    return record_of(identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, start), 900)
+    return record_of(identify(NAMESPACE, "state", 2, "float32", RecordKind.STATE, tokens, start), 900)
 
 
 # Two conversations with one system prompt.
@@ -278,7 +278,7 @@ def test_states_and_windows_without_full_attention_need_no_earlier_records(
 def test_ls_shows_the_dtypes_of_the_model_and_the_cache_once(
     tmp_path: Path, cache: Run, dtype: str, shown: str
 ) -> None:
-    identity = identify(NAMESPACE, "full", 4, dtype, Kind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
+    identity = identify(NAMESPACE, "full", 4, dtype, RecordKind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
     told = cache("ls", stored(tmp_path / "tier", [record_of(identity)])).out
     assert f": full in {shown}, 1 record, " in told
 

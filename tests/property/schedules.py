@@ -31,7 +31,7 @@ from property.simulated_tier import (
 )
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
-from rootstock.cache.hints import CacheHints, Retention
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.pins import Pinned
@@ -643,7 +643,7 @@ def _hints(rng: np.random.Generator, prompt_tokens: int) -> CacheHints | None:
     if rng.random() < 0.5:
         return None
     retentions = tuple(
-        Retention(
+        RetentionWish(
             f"field{number}",
             None if rng.random() < 0.5 else int(rng.integers(0, prompt_tokens + 3)),
             None if rng.random() < 0.3 else float(rng.choice([-1.0, 20.0, 200.0, 1e9])),

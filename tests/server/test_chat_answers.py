@@ -17,16 +17,16 @@ from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     ReasoningDelta,
-    TextDelta,
 )
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": "m"}
 ID = RequestId("r")
 DELTAS: dict[str, list[Delta]] = {
     "r": [ReasoningDelta("because ")],
-    "t": [TextDelta("yes ")],
+    "t": [ContentDelta("yes ")],
     "c": [CallStarted(0, "call_0", "look_up"), CallArguments(0, '{"input":')],
     "a": [CallArguments(0, ' "oak"}')],
     "e": [CallEnded(0, {"input": "oak"}, "<raw 0>")],

@@ -12,7 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from rootstock.bench.play import play
-from rootstock.bench.rows import CACHE_STATES, CacheState, Row, json_lines, make_row, same_answers, table_of
+from rootstock.bench.rows import (
+    CACHE_STATES,
+    BenchRow,
+    CacheState,
+    json_lines,
+    make_row,
+    same_answers,
+    table_of,
+)
 from rootstock.bench.serving import ServerProcess, signals_unwind
 from rootstock.bench.targets import UrlTarget
 from rootstock.bench.tiny_model import NAME, ensure_tiny_model
@@ -23,7 +31,7 @@ READY_WITHIN_S = 3600.0  # a large model may have to be downloaded
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class LoadedModel:
     """Server that is already running."""
 
     url: str
@@ -61,11 +69,11 @@ class BenchConfig:
 
 
 def run_bench(
-    config: BenchConfig, target: ServedModel | OwnServer | None = None, console: Console | None = None
+    config: BenchConfig, target: LoadedModel | OwnServer | None = None, console: Console | None = None
 ) -> int:
     """Runs the workloads and returns the exit status: 0 only if no request failed. Raises StartupError."""
     console = console or Console()
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     with (
         signals_unwind(),
         closing(_rows(config, target or OwnServer())) as found,
@@ -89,7 +97,7 @@ def run_bench(
     return 1 if any(row.failed for row in rows) else 0
 
 
-def write_rows(rows: Sequence[Row], out: Path) -> Path:
+def write_rows(rows: Sequence[BenchRow], out: Path) -> Path:
     """Writes `<date>-<model>.jsonl` below `out`, and returns its path."""
     out.mkdir(parents=True, exist_ok=True)
     stamp = rows[0].date.replace("-", "").replace(":", "").replace("+0000", "Z")
@@ -98,11 +106,11 @@ def write_rows(rows: Sequence[Row], out: Path) -> Path:
     return path
 
 
-def _rows(config: BenchConfig, target: ServedModel | OwnServer) -> Generator[Row, None, None]:
+def _rows(config: BenchConfig, target: LoadedModel | OwnServer) -> Generator[BenchRow, None, None]:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = uuid.uuid4().hex  # begins all prompts, so that every state of the cache gets the same ones
     states = [state for state in CACHE_STATES if config.caches is None or state in config.caches]
-    if isinstance(target, ServedModel):
+    if isinstance(target, LoadedModel):
         if "off" in (config.caches or ()):
             raise InvalidOption(
                 "--cache", "off", "cold or warm with --url: a server's cache cannot be disabled"
@@ -115,15 +123,15 @@ def _rows(config: BenchConfig, target: ServedModel | OwnServer) -> Generator[Row
     # The servers run one after the other: two at once would need twice the memory.
     if cached := [state for state in states if state != "off"]:
         with ServerProcess(options, READY_WITHIN_S) as server:
-            yield from _played(config, date, run, ServedModel(server.url), cached)
+            yield from _played(config, date, run, LoadedModel(server.url), cached)
     if "off" in states:
         with ServerProcess([*options, "--no-cache"], READY_WITHIN_S) as server:
-            yield from _played(config, date, run, ServedModel(server.url), ["off"])
+            yield from _played(config, date, run, LoadedModel(server.url), ["off"])
 
 
 def _played(
-    config: BenchConfig, date: str, run: str, served: ServedModel, states: Sequence[CacheState]
-) -> Iterator[Row]:
+    config: BenchConfig, date: str, run: str, served: LoadedModel, states: Sequence[CacheState]
+) -> Iterator[BenchRow]:
     """Plays each workload on a cache that holds none of it, and then again for the state "warm"."""
     workloads = [
         make_workload(name, config.seed, SIZES[name].scaled(config.scale)) for name in config.workloads

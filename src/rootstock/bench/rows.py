@@ -29,7 +29,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     date: str  # ISO 8601, UTC, of the whole run
     model: str  # its name, without a folder
     workload: str
@@ -66,11 +66,11 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
     return Quantiles(p50, p95)
 
 
-def make_row(date: str, model: str, workload: Workload, cache: CacheState, played: Played) -> Row:
+def make_row(date: str, model: str, workload: Workload, cache: CacheState, played: Played) -> BenchRow:
     good = [sample for sample in played.flat if sample.error is None]
     times = [np.diff(sample.token_times) for sample in good]
     completion_tokens = sum(sample.completion_tokens for sample in good)
-    return Row(
+    return BenchRow(
         date,
         model,
         workload.name,
@@ -90,11 +90,11 @@ def make_row(date: str, model: str, workload: Workload, cache: CacheState, playe
     )
 
 
-def json_lines(rows: Sequence[Row]) -> str:
+def json_lines(rows: Sequence[BenchRow]) -> str:
     return "".join(json.dumps(row.as_json()) + "\n" for row in rows)
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[BenchRow]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("workload", no_wrap=True)
     table.add_column("cache", no_wrap=True)
@@ -125,7 +125,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def same_answers(rows: Sequence[Row]) -> str:
+def same_answers(rows: Sequence[BenchRow]) -> str:
     """Says in one line whether the state of the cache changed any answer."""
     digests: dict[str, list[str]] = {}
     for row in rows:

@@ -42,15 +42,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorkloadTurn:
     new: Symbols  # the message of a user or a tool; at least one symbol
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class WorkloadConversation:
     prefix: Symbols
-    turns: tuple[Turn, ...]
+    turns: tuple[WorkloadTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Workload:
     name: str
     seed: int
     sizes: Sizes
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[WorkloadConversation, ...]
 
     @property
     def requests(self) -> int:
@@ -87,11 +87,12 @@ def make_workload(name: str, seed: int = 0, sizes: Sizes | None = None) -> Workl
     prefix = _symbols(rng, sizes.prefix_tokens)
     least, most = sizes.new_tokens
 
-    def turn() -> Turn:
-        return Turn(_symbols(rng, int(rng.integers(least, most + 1))), sizes.answer_tokens)
+    def turn() -> WorkloadTurn:
+        return WorkloadTurn(_symbols(rng, int(rng.integers(least, most + 1))), sizes.answer_tokens)
 
     conversations = tuple(
-        Conversation(prefix, tuple(turn() for _ in range(sizes.turns))) for _ in range(sizes.conversations)
+        WorkloadConversation(prefix, tuple(turn() for _ in range(sizes.turns)))
+        for _ in range(sizes.conversations)
     )
     return Workload(name, seed, sizes, conversations)
 

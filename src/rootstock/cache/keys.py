@@ -104,7 +104,7 @@ def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:
 RecordKey = NewType("RecordKey", bytes)  # 16 bytes: names a record within a tier
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     BLOCKS = 1  # the K/V of positions start … end - 1
     STATE = 2  # a recurrent state after exactly `end` tokens
 
@@ -122,7 +122,7 @@ class Identity:
     family: str
     layers: int
     dtype: str
-    kind: Kind
+    kind: RecordKind
     start: int
     tokens: Tokens
     parent: bytes
@@ -134,7 +134,7 @@ class Identity:
         assert self.layers > 0
         assert self.tokens.ndim == 1
         assert self.tokens.dtype == np.int32
-        assert self.kind is Kind.STATE or len(self.tokens) > 0
+        assert self.kind is RecordKind.STATE or len(self.tokens) > 0
 
     @property
     def end(self) -> int:
@@ -147,7 +147,7 @@ class Identity:
         for name in (self.family.encode(), self.dtype.encode()):
             h.update(len(name).to_bytes(4, "little"))
             h.update(name)
-        start = self.end if self.kind is Kind.STATE else self.start
+        start = self.end if self.kind is RecordKind.STATE else self.start
         for number in (self.layers, int(self.kind), start, self.end):
             h.update(number.to_bytes(8, "little"))
         h.update(self.own)
@@ -155,7 +155,7 @@ class Identity:
 
 
 def identify(
-    namespace: Namespace, family: str, layers: int, dtype: str, kind: Kind, prefix: Tokens, start: int
+    namespace: Namespace, family: str, layers: int, dtype: str, kind: RecordKind, prefix: Tokens, start: int
 ) -> Identity:
     """Builds the identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
     return Identity(

@@ -51,7 +51,7 @@ from rootstock.cache.radix_node import (
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
-from rootstock.cache.sessions import Sessions
+from rootstock.cache.sessions import SessionTable
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -150,7 +150,7 @@ class KVCache:
         self._volatile = VolatileSpans()
         self._diverged: list[tuple[Scope, Tokens, int]] = []  # prompts to compare, and where each diverged
         self._leases: dict[LeaseId, Lease] = {}
-        self._sessions = Sessions()
+        self._sessions = SessionTable()
         retainer = self._retainer = Retainer(
             pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )

@@ -17,7 +17,7 @@ from rootstock.cache.hints import (
     CacheHints,
     HintOutcome,
     RetainedLimits,
-    Retention,
+    RetentionWish,
     Verdict,
 )
 from rootstock.cache.lease import Lease
@@ -34,7 +34,7 @@ from rootstock.cache.retention import (
     nearness,
     strongest,
 )
-from rootstock.cache.sessions import Sessions
+from rootstock.cache.sessions import SessionTable
 from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 
@@ -56,7 +56,7 @@ class Retainer:
         tree: PrefixTree,
         counters: Counters,
         clock: Callable[[], float],
-        sessions: Sessions,
+        sessions: SessionTable,
         share: float,
     ) -> None:
         shared = pools.share
@@ -103,7 +103,7 @@ class Retainer:
         ]
         if hints.session is not None:
             ttl_s = None if hints.ends_session else session_ttl_s
-            outcomes.append(decisions.decide(Retention(hints.session_field, None, ttl_s)))
+            outcomes.append(decisions.decide(RetentionWish(hints.session_field, None, ttl_s)))
         lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
         if decisions.promised_bytes:
             self.retained.promised[lease.id] = (hints.tenant, decisions.promised_bytes)
@@ -271,7 +271,7 @@ class _Decisions:
         self.claims: list[Claim] = []
         self.promised_bytes = 0
 
-    def decide(self, wish: Retention) -> HintOutcome:
+    def decide(self, wish: RetentionWish) -> HintOutcome:
         def refused(reason: str) -> HintOutcome:
             return HintOutcome(wish.field, Verdict.REFUSED, reason)
 

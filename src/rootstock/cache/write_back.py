@@ -14,7 +14,7 @@ import xxhash
 
 from rootstock.cache.families import ChunkedAttention
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, identify
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
@@ -228,7 +228,7 @@ class WriteBackQueue:
                 pool.family.name,
                 pool.family.layers,
                 dtype,
-                Kind.BLOCKS,
+                RecordKind.BLOCKS,
                 start,
                 own,
                 parent,
@@ -251,7 +251,7 @@ class WriteBackQueue:
             pool.family.name,
             pool.family.layers,
             namespace.kv_dtype,
-            Kind.STATE,
+            RecordKind.STATE,
             tokens,
             start,
         )

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from rootstock.cache.keys import Identity, Kind
+from rootstock.cache.keys import Identity, RecordKind
 from rootstock.cli import options
 from rootstock.cli.output import counted, counting, iso_time, print_table, progress_bar
 from rootstock.cli.server_client import server_client
@@ -36,7 +36,7 @@ from rootstock.text.tokenizer import HFTokenizer
 from rootstock.tiers.base import Off
 from rootstock.tiers.disk.prefixes import Prefixes
 from rootstock.tiers.disk.reports import Failure
-from rootstock.tiers.disk.space import Usage
+from rootstock.tiers.disk.space import DiskUsage
 from rootstock.tiers.disk.tier import DiskTier
 from rootstock.units import in_units
 
@@ -110,7 +110,7 @@ def _damage_in_words(failure: Failure) -> str:
 def _place_in_words(identity: Identity) -> str:
     place = (
         f"after {counted(identity.end, 'token')}"
-        if identity.kind is Kind.STATE
+        if identity.kind is RecordKind.STATE
         else f"positions {identity.start}–{identity.end - 1}"
     )
     return f"{identity.family}\t{place}, namespace {identity.namespace.hex()[:8]}"
@@ -245,7 +245,7 @@ def _stop_if_off(tier: DiskTier) -> None:
         raise StartupError(f"The directory could not be read to its end: {tier.state.reason}.")
 
 
-def _usage(tier: DiskTier) -> Usage:
+def _usage(tier: DiskTier) -> DiskUsage:
     try:
         return tier.usage()
     except (OSError, sqlite3.Error) as error:

@@ -465,7 +465,7 @@ def bench(
             instead = "left out: the report of a Mac is `make mac-report` in a checkout of the repository"
             raise InvalidOption(option, moved, instead)
 
-    from rootstock.bench.benchmark import BenchConfig, OwnServer, ServedModel, run_bench
+    from rootstock.bench.benchmark import BenchConfig, LoadedModel, OwnServer, run_bench
 
     config = BenchConfig(
         parse_names(workload, "--workload"),
@@ -477,7 +477,7 @@ def bench(
     if url is not None and model is not None:
         raise InvalidOption("--model", model, "left out with --url")
     if url is not None:
-        raise typer.Exit(run_bench(config, ServedModel(url, api_key, served_model_name)))
+        raise typer.Exit(run_bench(config, LoadedModel(url, api_key, served_model_name)))
     dtype = dtype or ("float32" if model is None else "auto")
     # The server would refuse wrong values, too, but only after it has started.
     ModelConfig(model or "", device, dtype, threads=threads, quantize=quantize, runtime=runtime)

@@ -60,7 +60,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Miss:
+class PromptMiss:
     """A prompt of which a part was not found, with the tokens around the place."""
 
     id: RequestId
@@ -100,7 +100,7 @@ class Activity(Part):
         self._lock = threading.Lock()
         self._spans: deque[_Span] = deque()
         self._ended: deque[LiveRequest] = deque(maxlen=MAX_ENDED)
-        self._misses: deque[Miss] = deque(maxlen=MAX_MISSES)
+        self._misses: deque[PromptMiss] = deque(maxlen=MAX_MISSES)
 
     # ------------------------------------------------------------------------- for the engine's thread
 
@@ -132,13 +132,13 @@ class Activity(Part):
         return self._spans[-1]
 
     @staticmethod
-    def _miss(sequence: Sequence, now: float) -> Miss | None:
+    def _miss(sequence: Sequence, now: float) -> PromptMiss | None:
         diagnosis, explanation = sequence.explained, sequence.explanation
         if diagnosis is None or explanation is None or diagnosis.cause == "none":
             return None
         tokens = sequence.request.tokens
         at = diagnosis.position or 0
-        return Miss(
+        return PromptMiss(
             sequence.request.id,
             sequence.request.salt,
             now,
@@ -179,7 +179,7 @@ class Activity(Part):
         with self._lock:
             return list(self._ended)
 
-    def latest_misses(self) -> list[Miss]:
+    def latest_misses(self) -> list[PromptMiss]:
         with self._lock:
             return list(self._misses)
 

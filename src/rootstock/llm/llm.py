@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.hints import CacheHints, Retention
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.config import MEDIA
 from rootstock.engine.build import Assembly, build_engine
@@ -39,7 +39,7 @@ from rootstock.errors import (
     RootstockError,
 )
 from rootstock.errors.options import in_library_words
-from rootstock.llm.generation import Events, Indexed, events_of
+from rootstock.llm.generation import GenerationEvents, Indexed, events_of
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
 from rootstock.llm.params import SamplingParams, warn_of_default
@@ -482,7 +482,7 @@ class LLM:
         batch = _Batch(asked, params, lambda one, how: self._requests(one, how, use))
         with (
             self._open() as engine,
-            contextlib.closing(Events(engine, batch.requests, batch.prompt_of)) as events,
+            contextlib.closing(GenerationEvents(engine, batch.requests, batch.prompt_of)) as events,
         ):
             for indexed in events:
                 batch.take(indexed)
@@ -508,7 +508,7 @@ class LLM:
         params = params or SamplingParams()
         requests = self._requests(asked, params, use)
         with self._open() as engine:
-            events = Events(engine, requests, [0] * len(requests))
+            events = GenerationEvents(engine, requests, [0] * len(requests))
             return Stream(events, self._open, params, _Pieces(asked.chat, len(requests)))
 
     async def _astream(
@@ -541,7 +541,7 @@ class Stream(Iterator[TextDelta]):
 
     def __init__(
         self,
-        events: Events,
+        events: GenerationEvents,
         opened: Callable[[], contextlib.AbstractContextManager[Engine]],
         params: SamplingParams,
         pieces: _Pieces,
@@ -680,7 +680,7 @@ def _hints_of(options: ChatOptions) -> CacheHints | None:
         raise InvalidParameter("session", session, "a string")
     if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0):
         raise InvalidParameter("ttl_s", ttl_s, "a number of seconds, more than 0")
-    retentions = () if ttl_s is None else (Retention("ttl_s", None, float(ttl_s)),)
+    retentions = () if ttl_s is None else (RetentionWish("ttl_s", None, float(ttl_s)),)
     return CacheHints(session=session, session_field="session", retentions=retentions)
 
 

@@ -17,6 +17,7 @@ from rootstock.engine.request import (
     Usage,
 )
 from rootstock.text.output.deltas import (
+    ContentDelta,
     Delta,
     DeltaParser,
     ReasoningDelta,
@@ -24,7 +25,6 @@ from rootstock.text.output.deltas import (
     WholeCall,
     answer_of,
 )
-from rootstock.text.output.deltas import TextDelta as OfText
 from rootstock.text.output.reasoning_tokens import parsed_answer
 
 FinishReason = Literal["stop", "length"]
@@ -117,9 +117,9 @@ def delta_of(index: int, event: TokenEvent | Finished, parser: DeltaParser | Non
     text, reasoning, others = event.text, "", ()
     if parser is not None:
         deltas = [*parser.push(text), *(parser.finish() if isinstance(event, Finished) else ())]
-        text = "".join(each.text for each in deltas if isinstance(each, OfText))
+        text = "".join(each.text for each in deltas if isinstance(each, ContentDelta))
         reasoning = "".join(each.text for each in deltas if isinstance(each, ReasoningDelta))
-        others = tuple(each for each in deltas if not isinstance(each, OfText | ReasoningDelta))
+        others = tuple(each for each in deltas if not isinstance(each, ContentDelta | ReasoningDelta))
     if isinstance(event, TokenEvent):
         return TextDelta(
             index, text, event.token, event.logprob, event.cached_tokens, reasoning=reasoning, deltas=others

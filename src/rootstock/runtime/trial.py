@@ -59,7 +59,7 @@ class Disagreement(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialResult:
     figures: dict[str, float]  # by kind of row
     remark: str  # note about a model that passed, or ""
 
@@ -116,7 +116,7 @@ def check(
     make_runtime: Callable[[], Runtime],
     progress: Callable[[float], None],
     variant: Variant | None = None,
-) -> Verdict:
+) -> TrialResult:
     """Runs the trial on a runtime and compares it with the model's own logits. Raises Disagreement if the figure of a
     kind of row is larger than allowed."""
     tokens = trial_tokens(description)
@@ -154,7 +154,7 @@ def compare(
     decoded: Callable[[ScoredRows], Logits],
     noise: Callable[[Measure], float],
     dtype: str,
-) -> Verdict:
+) -> TrialResult:
     """Compares the rows of a trial with the model's own. Raises Disagreement if they differ by more than allowed.
 
     `expected`: each sequence [tokens, vocab] in one pass. `decoded` computes rows by the model with its own cache:
@@ -180,7 +180,7 @@ def compare(
             remarks.append(f"{kind} by the model itself differs from one pass by {measure(decodes, own):.2g}")
         if not figures[kind] <= allowed:
             raise Disagreement(figures[kind], allowed, f"the {quantity} of {kind}")
-    return Verdict(figures, "; ".join(remarks))
+    return TrialResult(figures, "; ".join(remarks))
 
 
 def measure_for(dtype: str) -> Measure:

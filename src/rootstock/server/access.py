@@ -46,7 +46,7 @@ from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
-from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
+from rootstock.server.sessions import LOGIN_PATH, LoginSession, LoginSessions
 from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wrong_keys import WrongKeys
 from rootstock.text.prompts.salt import refuse_long
@@ -229,10 +229,10 @@ def is_identified(request: Request) -> bool:
     return isinstance(getattr(request.state, _STATE, None), Caller)
 
 
-def session_of(request: Request) -> Session | None:
+def session_of(request: Request) -> LoginSession | None:
     """Returns the browser's session by which the sender is known; None: there is none, or a key was sent."""
     session = getattr(request.state, _SESSION, None)
-    return session if isinstance(session, Session) else None
+    return session if isinstance(session, LoginSession) else None
 
 
 async def tenant_of(
@@ -337,11 +337,11 @@ class Guard:
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sessions: Sessions | None = None,
+        sessions: LoginSessions | None = None,
         wrong_keys: WrongKeys | None = None,
     ) -> None:
         self._wrong_keys = WrongKeys() if wrong_keys is None else wrong_keys
-        self._sessions = Sessions() if sessions is None else sessions
+        self._sessions = LoginSessions() if sessions is None else sessions
         self._app = app
         self._forms = forms
         self._drain = drain

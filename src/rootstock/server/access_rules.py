@@ -94,7 +94,7 @@ def read_rules(path: Path) -> AccessRules:
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
     )
     if _STRUCTURED.match(content):
-        return _Reader(path).rules(_parsed(path, text))
+        return _RulesReader(path).rules(_parsed(path, text))
     return AccessRules(_lines(path, text))
 
 
@@ -137,7 +137,7 @@ def _parsed(path: Path, text: str) -> Any:
         raise InvalidOption(OPTION, where, f"valid YAML ({problem})") from None
 
 
-class _Reader:
+class _RulesReader:
     """Checks the values of a file. Its errors name a place such as `keys[3].role`."""
 
     def __init__(self, path: Path) -> None:

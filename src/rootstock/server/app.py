@@ -63,7 +63,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
-from rootstock.server.sessions import Sessions
+from rootstock.server.sessions import LoginSessions
 from rootstock.server.tracing import Tracing
 from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
@@ -89,7 +89,7 @@ def create_app(
     metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    sessions = Sessions()
+    sessions = LoginSessions()
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
 

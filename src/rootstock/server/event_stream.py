@@ -27,7 +27,7 @@ from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_piece
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_info import MAX_NAME_CHARS, RequestInfo, info_of
-from rootstock.server.wire import Call, ChoiceHistory, Json
+from rootstock.server.wire import ApiCall, ChoiceHistory, Json
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ class Answerer:
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
     async def answer(
-        self, asked: str | None, make_call: Callable[[ServedModel, HeaderHints], Call], request: HttpRequest
+        self,
+        asked: str | None,
+        make_call: Callable[[ServedModel, HeaderHints], ApiCall],
+        request: HttpRequest,
     ) -> Response:
         """Answers the call that `make_call` renders and tokenizes for the asked model, on another thread.
 
@@ -65,7 +68,7 @@ class Answerer:
         if any(name in HINT_HEADERS for name, _ in request.scope["headers"]):
             head = header_hints(request.headers)
 
-        def begin(model: ServedModel) -> Call:
+        def begin(model: ServedModel) -> ApiCall:
             call = make_call(model, head)
             call.refuse_too_many_logprobs(model.context_limit)
             if meter is not None:
@@ -102,7 +105,7 @@ class Answerer:
             info.disconnected()
             raise
 
-    async def _whole(self, call: Call, generation: Generation, info: RequestInfo) -> Response:
+    async def _whole(self, call: ApiCall, generation: Generation, info: RequestInfo) -> Response:
         histories = [ChoiceHistory() for _ in call.requests]
         while events := await generation.next():
             for index, event in events:
@@ -154,7 +157,7 @@ class Answerer:
 
     async def _stream(
         self,
-        call: Call,
+        call: ApiCall,
         generation: Generation,
         info: RequestInfo,
         send: SendText,
@@ -235,7 +238,7 @@ class Answerer:
 
 
 def _answered(
-    info: RequestInfo, call: Call, generation: Generation, ends: Sequence[Finished], usage: Usage
+    info: RequestInfo, call: ApiCall, generation: Generation, ends: Sequence[Finished], usage: Usage
 ) -> None:
     """Notes an answer. The reports about it are made after the response."""
     info.outcome, info.ends, info.usage = "ok", tuple(ends), usage

@@ -33,7 +33,7 @@ _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, 
 _HEADERS_OF_ALL = [("X-Content-Type-Options", "nosniff"), ("Cross-Origin-Resource-Policy", "same-origin")]
 
 
-class Stops(Protocol):
+class Stoppable(Protocol):
     """An engine, or the models of a server."""
 
     def stop(self) -> None: ...
@@ -62,7 +62,7 @@ def url_of(taken: socket.socket) -> str:
 
 def serve(
     app: FastAPI,
-    engine: Stops,
+    engine: Stoppable,
     taken: socket.socket,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
@@ -86,7 +86,7 @@ def serve(
 @contextlib.contextmanager
 def running(
     app: FastAPI,
-    engine: Stops,
+    engine: Stoppable,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: HttpLimits | None = None,
@@ -137,7 +137,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: Stops,
+        engine: Stoppable,
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,

@@ -33,7 +33,7 @@ from rootstock.server.vllm_metrics import (
     add_vllm_engine,
     add_vllm_requests,
 )
-from rootstock.server.wire import Call
+from rootstock.server.wire import ApiCall
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
@@ -111,7 +111,7 @@ class Metrics:
         """Counts a response, of any route, by the names that vLLM's server has for it."""
         self.responses.labels(route, method, f"{status // 100}xx").inc()
 
-    def _left_out(self, call: Call) -> None:
+    def _left_out(self, call: ApiCall) -> None:
         """Counts the parts of a request that the model does not see."""
         for head in call.dropped:
             self.dropped_blocks.labels(head.begins).inc()

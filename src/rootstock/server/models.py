@@ -31,7 +31,14 @@ from rootstock.runtime.base import Embedder
 from rootstock.server.access import refuse_model_of_others
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.errors import ClientGone
-from rootstock.server.model_slots import AwaitedModel, Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
+from rootstock.server.model_slots import (
+    AwaitedModel,
+    LoadedSlot,
+    ModelSlot,
+    ModelSlots,
+    ModelUse,
+    UnloadedSlot,
+)
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.text.limits import refuse_surrogates
 from rootstock.text.prompts.fingerprint import Fingerprints
@@ -91,7 +98,7 @@ class ModelRegistry:
     def of_one(made: Assembly, config: ServerConfig) -> ModelRegistry:
         """Makes the registry of one model that is always loaded. The caller starts and stops its engine."""
         model = served_model(made, config, Fingerprints())
-        slots = ModelSlots([ModelSlot(model.name, None, Loaded(model))])
+        slots = ModelSlots([ModelSlot(model.name, None, LoadedSlot(model))])
         return ModelRegistry(slots, config, made.engine.config)
 
     @staticmethod
@@ -117,7 +124,7 @@ class ModelRegistry:
             return model
 
         slots = ModelSlots(
-            [ModelSlot(own.name, own, Unloaded()) for own in models],
+            [ModelSlot(own.name, own, UnloadedSlot()) for own in models],
             loaded,
             DeviceThread(),
             budget,

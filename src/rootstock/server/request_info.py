@@ -15,7 +15,7 @@ from fastapi import Request
 from rootstock.engine.request import Finished, Usage
 from rootstock.errors import RootstockError
 from rootstock.logs import new_request_id
-from rootstock.server.wire import Call
+from rootstock.server.wire import ApiCall
 
 DISCONNECTED = "disconnected"  # in the place of an error's code
 REQUEST_STATE = "rootstock_request"  # the entry in a request's state
@@ -61,7 +61,7 @@ class RequestInfo:
     model: str = ""
     asked_model: str = ""
     tenant: str = ""  # as the operator sees it
-    call: Call | None = None
+    call: ApiCall | None = None
     ends: Sequence[Finished] = ()
     usage: Usage | None = None
     embedding: EmbeddingInfo | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from rootstock.cache.hints import CacheHints, Retention
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.prefills import IdleEnd, IdleKind, IdlePrefill
 from rootstock.errors import (
@@ -207,7 +207,7 @@ class Warmer:
 def _hints_of(declared: DeclaredPrompt) -> CacheHints | None:
     if declared.retain_s is None:
         return None
-    return CacheHints(declared.tenant, retentions=(Retention("retain_s", None, declared.retain_s),))
+    return CacheHints(declared.tenant, retentions=(RetentionWish("retain_s", None, declared.retain_s),))
 
 
 def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> APIRouter:

@@ -1,7 +1,8 @@
 """Interfaces between the HTTP server and the wire formats: a call to the engine, and the format of its response.
 
 A wire format is a package beside this module: `server/openai/`, `server/responses/`, `server/anthropic/`. It
-translates a request's body to a `Call`, and the engine's events to the response. No wire format imports another one.
+translates a request's body to an `ApiCall`, and the engine's events to the response. No wire format imports another
+one.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class ChoiceHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """One HTTP request as requests to the engine, and the format of its response."""
 
     format: WireFormat
@@ -217,7 +218,7 @@ def call_of(
     strict_max_tokens: bool = False,
     chat: PreparedChat | None = None,
     ignored_tools: tuple[str, ...] = (),
-) -> Call:
+) -> ApiCall:
     """Makes a call, of a chat unless it continues text.
 
     Lowers `max_tokens` to the room that the context has, unless it is strict.
@@ -227,7 +228,7 @@ def call_of(
         fitted = tuple(request.fitted(model.context_limit) for request in requests)
         lengths = [new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old]
         requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-    call = Call(format, requests, choices_per_prompt, stream, lowered, ignored_tools=ignored_tools)
+    call = ApiCall(format, requests, choices_per_prompt, stream, lowered, ignored_tools=ignored_tools)
     if chat is None:
         return call
     # Of several answers, the client goes on with one that is not known.

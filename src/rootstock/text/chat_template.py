@@ -27,7 +27,7 @@ def names_in(source: str) -> TemplateNames:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """The `generation` tag of transformers: marks the assistant's text and renders as its content."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -36,7 +36,7 @@ def names_in(source: str) -> TemplateNames:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = Environment(extensions=[Generation, loopcontrols])
+    environment = Environment(extensions=[GenerationTag, loopcontrols])
     try:
         template = environment.parse(source)
         read = meta.find_undeclared_variables(template)

@@ -293,7 +293,7 @@ class HFTokenizer:
     def place_chat(self, rendered: str) -> PlacedTokens:
         if self._fast is None or MARK in rendered:
             tokens = self.encode_chat(rendered)
-            return PlacedTokens(rendered, tokens, not_told, not_told, one_part, self.encode_chat)
+            return PlacedTokens(rendered, tokens, no_position, no_position, single_part, self.encode_chat)
         encoding = self._fast.encode_batch([rendered], add_special_tokens=False)[0]
 
         def char_at(token: int) -> int | None:
@@ -301,7 +301,7 @@ class HFTokenizer:
             return None if span is None else int(span[0])
 
         tokens = np.array(encoding.ids, dtype=np.int32)
-        return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at, one_part, self.encode_chat)
+        return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at, single_part, self.encode_chat)
 
     @cached_property
     def template_names(self) -> TemplateNames:
@@ -429,11 +429,11 @@ def _refuse_broken_template(template: Any, source: str) -> None:
             raise ChatTemplateInvalid(source, "it is nested too deeply") from error
 
 
-def not_told(_: int) -> None:
+def no_position(_: int) -> None:
     return None
 
 
-def one_part(_: int) -> tuple[int, int]:
+def single_part(_: int) -> tuple[int, int]:
     return 0, 0
 
 

@@ -23,10 +23,10 @@ from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     Markup,
     ReasoningDelta,
-    TextDelta,
 )
 from rootstock.text.output.reasoning_tokens import CountingParser
 
@@ -103,7 +103,7 @@ class MarkedParser:
         if self._state == "call":
             self._arguments += text
             return [CallArguments(self._calls - 1, text)]
-        return [ReasoningDelta(text) if self._state == "reasoning" else TextDelta(text)]
+        return [ReasoningDelta(text) if self._state == "reasoning" else ContentDelta(text)]
 
 
 class ScriptedRuntime(FakeRuntime):

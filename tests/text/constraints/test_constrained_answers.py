@@ -23,7 +23,7 @@ from rootstock.text.constraints.asked import (
     Grammar,
     JsonSchema,
     Lark,
-    Reasoning,
+    ReasoningBounds,
     Regex,
 )
 from rootstock.text.constraints.compiled import CompiledConstraint
@@ -54,7 +54,9 @@ def bench(blocks: int = 2_000, **options: object) -> Bench:
     return Bench(blocks, vocab_size=VOCAB, tokenizer=BYTES, **options)  # type: ignore[arg-type]
 
 
-def compiled(on: Bench, grammar: Grammar | None, reasoning: Reasoning | None = None) -> CompiledConstraint:
+def compiled(
+    on: Bench, grammar: Grammar | None, reasoning: ReasoningBounds | None = None
+) -> CompiledConstraint:
     assert on.engine.constraints is not None
     return on.engine.constraints.compile(Constraint(grammar, reasoning))
 
@@ -226,7 +228,7 @@ def test_choices_share_a_compiled_grammar_and_differ() -> None:
 
 
 def test_choices_with_reasoning_are_those_of_runs_alone_also_with_preemptions_and_drafts() -> None:
-    thinks = Reasoning("</think>", starts_inside=True, budget_tokens=6)
+    thinks = ReasoningBounds("</think>", starts_inside=True, budget_tokens=6)
 
     def answers(
         choices: Sequence[int], blocks: int = 2_000, draft_tokens: int = 0
@@ -359,7 +361,7 @@ def reasoned(client: Client, marker: str) -> tuple[str, str]:
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_the_grammar_begins_after_reasoning_which_ends_with_its_budget(budget: int) -> None:
     on = bench()
-    thinks = Reasoning("</think>", starts_inside=True, budget_tokens=budget)
+    thinks = ReasoningBounds("</think>", starts_inside=True, budget_tokens=budget)
     clients = [
         ask(on, compiled(on, POINT, thinks), seed, sampling=sampled(seed, top_logprobs=1))
         for seed in range(4)
@@ -374,7 +376,7 @@ def test_the_grammar_begins_after_reasoning_which_ends_with_its_budget(budget: i
 
 def test_reasoning_that_ends_by_itself_is_followed_by_the_grammar() -> None:
     on = bench()
-    thinks = Reasoning("<|tool|>", starts_inside=True, budget_tokens=40)
+    thinks = ReasoningBounds("<|tool|>", starts_inside=True, budget_tokens=40)
     likely = [
         ask(on, compiled(on, Regex("[xyz]{3}"), thinks), s, sampling=sampled(s, logit_bias={TOOL: 6.0}))
         for s in range(6)
@@ -391,7 +393,7 @@ def test_reasoning_that_ends_by_itself_is_followed_by_the_grammar() -> None:
 
 def test_no_token_holds_the_end_of_a_marker_and_text_after_it() -> None:
     on = bench()
-    thinks = Reasoning(">>", starts_inside=True)
+    thinks = ReasoningBounds(">>", starts_inside=True)
     client = ask(on, compiled(on, Regex("a"), thinks), 1, sampling=sampled(1, logit_bias={ord(">"): 7.0}))
     on.run()
     reasoning, answer = reasoned(client, ">>")
@@ -401,7 +403,7 @@ def test_no_token_holds_the_end_of_a_marker_and_text_after_it() -> None:
 
 def test_the_name_of_a_control_token_and_text_after_it_are_no_marker() -> None:
     on = bench()
-    thinks = compiled(on, Regex("a"), Reasoning(">>", starts_inside=True, budget_tokens=30))
+    thinks = compiled(on, Regex("a"), ReasoningBounds(">>", starts_inside=True, budget_tokens=30))
     bias = {TOOL: 8.0, ord(">"): 5.0}
     clients = [ask(on, thinks, seed, sampling=sampled(seed, logit_bias=bias)) for seed in range(8)]
     on.run()
@@ -413,7 +415,7 @@ def test_the_name_of_a_control_token_and_text_after_it_are_no_marker() -> None:
 
 def test_an_answer_may_begin_with_the_marker_of_reasoning_or_with_the_grammar() -> None:
     on = bench()
-    may = Reasoning("<|tool|>", start="<|system|>", budget_tokens=2)
+    may = ReasoningBounds("<|tool|>", start="<|system|>", budget_tokens=2)
     thinking = ask(on, compiled(on, Regex("ab"), may), 1, sampling=sampled(1, logit_bias={SYSTEM: 90.0}))
     answering = ask(on, compiled(on, Regex("ab"), may), 1, sampling=sampled(1, logit_bias={SYSTEM: -100.0}))
     on.run()
@@ -425,7 +427,7 @@ def test_an_answer_may_begin_with_the_marker_of_reasoning_or_with_the_grammar() 
 
 def test_a_budget_alone_counts_all_reasoning_of_a_free_answer() -> None:
     on = bench()
-    budget = Reasoning("<|tool|>", start="<|system|>", starts_inside=True, budget_tokens=5)
+    budget = ReasoningBounds("<|tool|>", start="<|system|>", starts_inside=True, budget_tokens=5)
     client = ask(
         on,
         compiled(on, None, budget),
@@ -448,7 +450,7 @@ def test_a_sampler_that_goes_on_after_generated_tokens_gives_the_same_answer() -
     from rootstock.text.constraints.progress import AnswerProgress
 
     on = bench()
-    constraint = compiled(on, POINT, Reasoning("</t>", starts_inside=True, budget_tokens=3))
+    constraint = compiled(on, POINT, ReasoningBounds("</t>", starts_inside=True, budget_tokens=3))
     rows = np.random.default_rng(0).normal(size=(60, VOCAB)).astype(np.float32)
 
     def sampler(generated: list[int]) -> Sampler:

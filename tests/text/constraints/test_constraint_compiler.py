@@ -10,7 +10,15 @@ import pytest
 
 from hostile_constraints import all_of_patterns, lark_chain, many_names, pattern_properties, ref_chain
 from rootstock.errors import ConstraintRefused, InvalidParameter, RequestError, Unsupported
-from rootstock.text.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
+from rootstock.text.constraints.asked import (
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Lark,
+    ReasoningBounds,
+    Regex,
+)
 from rootstock.text.constraints.compiled import CompiledConstraint
 from rootstock.text.constraints.json_schema import FORMATS, json_schema_of, schemas_in
 from rootstock.text.constraints.repetitions import largest_written_out, written_out
@@ -323,7 +331,11 @@ def test_white_space_between_tokens_of_json_is_bounded() -> None:
 
 def test_markers_and_budgets_are_checked() -> None:
     compiler = byte_compiler()
-    for reasoning in (Reasoning(""), Reasoning("x" * 300), Reasoning("</t>", budget_tokens=-1)):
+    for reasoning in (
+        ReasoningBounds(""),
+        ReasoningBounds("x" * 300),
+        ReasoningBounds("</t>", budget_tokens=-1),
+    ):
         with pytest.raises(InvalidParameter):
             compiler.compile(Constraint(None, reasoning))
 

@@ -24,7 +24,7 @@ from rootstock.text.constraints.compiler import ConstraintCompiler
 from rootstock.text.constraints.frames import Link, LinkBroken
 from rootstock.text.constraints.host import HOST, GrammarHost, GrammarLost
 from rootstock.text.constraints.progress import AnswerProgress
-from rootstock.text.constraints.turns import Turns, refuse_gone
+from rootstock.text.constraints.turns import CompileTurns, refuse_gone
 from rootstock.text.constraints.vocabulary import Vocabulary
 from text.constraints.helpers import BYTES, VOCAB, random_answer
 from waiting import HANG_S, wait_until
@@ -246,7 +246,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_compile_that_has_used_less_comes_first_and_the_smaller_of_new_ones() -> None:
-    turns, order = Turns(at_once=1), list[str]()
+    turns, order = CompileTurns(at_once=1), list[str]()
     with turns.of("a", 10) as held:
         with turns.wait(held):
             threads = []
@@ -271,7 +271,7 @@ def test_a_compile_that_has_used_less_comes_first_and_the_smaller_of_new_ones() 
 
 
 def test_a_tenant_has_few_long_compiles_at_once_and_leaves_room_for_others() -> None:
-    turns = Turns(at_once=9)
+    turns = CompileTurns(at_once=9)
 
     def becomes_long(tenant: str) -> None:
         turn = stack.enter_context(turns.of(tenant, 1))

@@ -12,7 +12,7 @@ from rootstock.text.conversation.template import Mark, TemplateInput, template_i
 from rootstock.text.conversation.types import (
     Conversation,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
@@ -32,7 +32,7 @@ LATER = Tool("count", "Counts.", PARAMETERS, deferred=True)
 MARKED = PrefixMark("cache_control", 300.0)
 
 
-def user(*parts: Part | str) -> Message:
+def user(*parts: MessagePart | str) -> Message:
     return Message("user", tuple(Text(part) if isinstance(part, str) else part for part in parts))
 
 

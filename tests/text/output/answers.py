@@ -13,10 +13,10 @@ from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     Markup,
     ReasoningDelta,
-    TextDelta,
 )
 from rootstock.text.output.formats import (
     OUTPUT_FORMATS,
@@ -189,7 +189,9 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
         before = result[-1] if result else None
         match before, delta:
             case (
-                (TextDelta(a), TextDelta(b)) | (ReasoningDelta(a), ReasoningDelta(b)) | (Markup(a), Markup(b))
+                (ContentDelta(a), ContentDelta(b))
+                | (ReasoningDelta(a), ReasoningDelta(b))
+                | (Markup(a), Markup(b))
             ):
                 result[-1] = type(delta)(a + b)
             case CallArguments(index, a), CallArguments(_, b):

@@ -16,10 +16,10 @@ from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     Markup,
     ReasoningDelta,
-    TextDelta,
     source,
 )
 from rootstock.text.output.formats import OUTPUT_FORMATS, PLAIN, THINK, OutputFormat, ReasoningMarks
@@ -43,7 +43,7 @@ def whole(format: OutputFormat, text: str, tools: Sequence[Tool] = (TOOL,), prom
 
 
 def text_of(deltas: Sequence[Delta]) -> str:
-    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    return "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
 
 
 def reasoning_of(deltas: Sequence[Delta]) -> str:
@@ -153,7 +153,7 @@ def test_reasoning_text_and_calls_are_told_apart() -> None:
         Markup("<think>\n"),
         ReasoningDelta("hm"),
         Markup("\n</think>\n\n"),
-        TextDelta("Sure."),
+        ContentDelta("Sure."),
         Markup("\n\n"),
         CallStarted(0, "call_" + "0" * 24, "look_up"),
         CallArguments(0, '{"word": "owl"}'),
@@ -179,7 +179,7 @@ def test_the_marks_within_text_are_text() -> None:
 
 
 def test_a_closing_mark_alone_at_the_start_is_markup() -> None:
-    assert whole(HERMES, "</think>\nSo.") == [Markup("</think>\n"), TextDelta("So.")]
+    assert whole(HERMES, "</think>\nSo.") == [Markup("</think>\n"), ContentDelta("So.")]
 
 
 def test_reasoning_goes_on_after_the_mention_of_a_marker() -> None:
@@ -251,12 +251,12 @@ def test_a_harmony_call_ends_with_the_answer_whose_last_token_is_hidden() -> Non
 
 def test_harmony_without_a_header_is_text_at_once() -> None:
     parser = OutputParser(HARMONY, [TOOL], "<|start|>assistant")
-    assert parser.push("Hello") == [TextDelta("Hello")]
+    assert parser.push("Hello") == [ContentDelta("Hello")]
 
 
 def test_a_harmony_prompt_may_begin_a_message() -> None:
     prompt = "<|start|>assistant<|channel|>final<|message|>"
-    assert whole(HARMONY, "Yes.<|return|>", prompt=prompt) == [TextDelta("Yes."), Markup("<|return|>")]
+    assert whole(HARMONY, "Yes.<|return|>", prompt=prompt) == [ContentDelta("Yes."), Markup("<|return|>")]
 
 
 def test_a_message_to_a_built_in_tool_of_harmony_is_reasoning() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.text.conversation.types import Tool
-from rootstock.text.output.deltas import Delta, Markup, ReasoningDelta, TextDelta, TextOnly, source
+from rootstock.text.output.deltas import ContentDelta, Delta, Markup, ReasoningDelta, TextOnly, source
 from rootstock.text.output.formats import OUTPUT_FORMATS, ReasoningMarks
 from rootstock.text.output.parser import OutputParser
 from rootstock.text.output.reasoning_tokens import CountingParser, parsed_answer, reasoning_tokens
@@ -59,7 +59,7 @@ def test_tokens_with_text_of_the_reasoning_count(texts: list[str], held: str, ex
 
 def test_answers_without_reasoning_have_no_tokens_of_it() -> None:
     plain = TextOnly()
-    assert parsed_answer(plain, ["<think>", "a", ""]) == [TextDelta("<think>a")]
+    assert parsed_answer(plain, ["<think>", "a", ""]) == [ContentDelta("<think>a")]
     assert reasoning_tokens(plain) == 0
 
 

@@ -97,7 +97,7 @@ class IdleStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _PrefillJob:
     prefill: IdlePrefill
     scope: Scope
     submitted_at: float
@@ -106,7 +106,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    job: _Job
+    job: _PrefillJob
     lease: Lease
 
 
@@ -134,15 +134,15 @@ class IdlePrefills(Part):
         self._run_soon = run_soon
         self._scope_of = scope_of
         self._pace = ChunkPace(IDLE_STEP_S, chunk_tokens)
-        self._queues: dict[IdleKind, deque[_Job]] = {kind: deque() for kind in IdleKind}
+        self._queues: dict[IdleKind, deque[_PrefillJob]] = {kind: deque() for kind in IdleKind}
         self._computing: _Computing | None = None
-        self._loading: tuple[_Job, Lease] | None = None
+        self._loading: tuple[_PrefillJob, Lease] | None = None
         self._namespaces: dict[str, set[Namespace]] = {}  # of owners' unused idle work
         self.expect: Callable[[IdlePrefill], None] = lambda prefill: (
             None
         )  # called when `comes_back` has ended
         self._lock = threading.Lock()  # of the fields below
-        self._open: dict[_Job, None] = {}
+        self._open: dict[_PrefillJob, None] = {}
         self._closed = False
         self._stats = IdleStats()
         self._ended: Counter[tuple[IdleKind, IdleEnd]] = Counter()
@@ -157,7 +157,7 @@ class IdlePrefills(Part):
     def submit(self, prefill: IdlePrefill) -> None:
         """Queues a prefill. Raises IdleWorkFull and EngineStopped."""
         scope = self._scope_of(prefill.tokens, prefill.salt, prefill.adapter)
-        job = _Job(prefill, scope, self._clock())
+        job = _PrefillJob(prefill, scope, self._clock())
         with self._lock:
             if self._closed:
                 raise EngineStopped()
@@ -223,10 +223,10 @@ class IdlePrefills(Part):
     def forget(self, namespace: Namespace | None) -> None:
         """Drops the prefills of a namespace, or all: they would bring back cleared prefixes. Call `pause` before."""
         for queue in self._queues.values():
-            for job in [each for each in queue if is_in(each.scope, namespace)]:
+            for job in [each for each in queue if scope_touches(each.scope, namespace)]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
-        if self._loading is not None and is_in(self._loading[0].scope, namespace):
+        if self._loading is not None and scope_touches(self._loading[0].scope, namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
     def drop_adapter(self, fingerprint: str) -> None:
@@ -291,10 +291,10 @@ class IdlePrefills(Part):
         else:
             self._load(job, admitted, tier_hit)
 
-    def _match(self, job: _Job, tokens: Tokens) -> Match:
+    def _match(self, job: _PrefillJob, tokens: Tokens) -> Match:
         return self._cache.match(tokens, job.scope.namespace, public_tokens=job.scope.public_tokens)
 
-    def _owner_has_room(self, job: _Job, new_tokens: int) -> bool:
+    def _owner_has_room(self, job: _PrefillJob, new_tokens: int) -> bool:
         asker = job.prefill.owner
         if asker is None:
             return True
@@ -353,10 +353,10 @@ class IdlePrefills(Part):
         self._apply(self._cache.take_pending_plan())
         self._end(computing.job, end)
 
-    def _put_back(self, job: _Job) -> None:
+    def _put_back(self, job: _PrefillJob) -> None:
         self._queues[job.prefill.kind].appendleft(job)
 
-    def _end(self, job: _Job, end: IdleEnd) -> None:
+    def _end(self, job: _PrefillJob, end: IdleEnd) -> None:
         with self._lock:
             if job not in self._open:
                 return
@@ -371,13 +371,13 @@ class IdlePrefills(Part):
 
     # ------------------------------------------------------------------------------------------- a load
 
-    def _tier_hit(self, job: _Job, match: Match) -> TierHit | None:
+    def _tier_hit(self, job: _PrefillJob, match: Match) -> TierHit | None:
         if self._tier_connector is None or not job.may_load:
             return None
         hit, choice = self._tier_connector.choose(match)
         return hit if choice is not None and choice.load else None
 
-    def _load(self, job: _Job, admitted: Admitted, tier_hit: TierHit) -> None:
+    def _load(self, job: _PrefillJob, admitted: Admitted, tier_hit: TierHit) -> None:
         """Begins a load that no request waits for, so that a slow tier delays none."""
         assert self._tier_connector is not None
         lease = admitted.lease
@@ -391,7 +391,7 @@ class IdlePrefills(Part):
             lambda load, ended: self._run_soon(lambda: self._load_ended(job, load, ended)),
         )
 
-    def _load_ended(self, job: _Job, load: LoadInFlight, ended: LoadEnded) -> None:
+    def _load_ended(self, job: _PrefillJob, load: LoadInFlight, ended: LoadEnded) -> None:
         connector = self._tier_connector
         assert connector is not None
         if not connector.is_in_flight(load):
@@ -410,7 +410,7 @@ class IdlePrefills(Part):
             self._put_back(job)
 
 
-def is_in(scope: Scope, namespace: Namespace | None) -> bool:
+def scope_touches(scope: Scope, namespace: Namespace | None) -> bool:
     """Returns whether a prompt has positions in a namespace. None: in any."""
     return namespace is None or scope.has(namespace)
 

@@ -16,7 +16,14 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.types import Tokens
-from rootstock.engine.idle.prefills import LEAST_GAIN, IdleEnd, IdleKind, IdlePrefill, IdlePrefills, is_in
+from rootstock.engine.idle.prefills import (
+    LEAST_GAIN,
+    IdleEnd,
+    IdleKind,
+    IdlePrefill,
+    IdlePrefills,
+    scope_touches,
+)
 from rootstock.engine.parts import Part
 from rootstock.engine.sequence import Sequence
 from rootstock.errors import RootstockError
@@ -126,7 +133,7 @@ class AwaitedReturns(Part):
 
     def forget(self, namespace: Namespace | None) -> None:
         """Drops the conversations of a namespace, or all."""
-        for awaited in [each for each in self._awaited if is_in(each.scope, namespace)]:
+        for awaited in [each for each in self._awaited if scope_touches(each.scope, namespace)]:
             self._drop(awaited)
 
     def _poll(self, awaited: _Awaited, now: float) -> None:

@@ -56,7 +56,7 @@ STALE_S = 30.0  # an estimate against loading is checked again after this time
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
 
 
-class Events:
+class TierEvents:
     """Events of the tiers' threads, read by the engine's thread."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class TierConnector:
         tier: Tier,
         writer: TierWriter,
         reader: TierReader,
-        events: Events,
+        events: TierEvents,
         chunk_tokens: int,
         queue_bytes: int,
         clock: Callable[[], float],

@@ -22,7 +22,7 @@ import numpy as np
 
 from rootstock.cache.plan import BlockCopy, HostBytes
 from rootstock.runtime.mlx.rows import SPARE_SLOTS
-from rootstock.runtime.mlx.survey import CachePath, LayerShape
+from rootstock.runtime.mlx.survey import CachePath, MlxLayerShape
 
 
 class EvaluationFailed(Exception):
@@ -75,7 +75,7 @@ class LayerPool:
 
     __slots__ = ("_arrays", "shape")
 
-    def __init__(self, shape: LayerShape, slots: int) -> None:
+    def __init__(self, shape: MlxLayerShape, slots: int) -> None:
         self.shape = shape
         self._arrays = [mx.zeros((slots + SPARE_SLOTS, *kept), dtype) for kept, dtype in shape.tensors]
 
@@ -139,7 +139,7 @@ class KVPool:
     """Pools of all layers. Owned by one thread."""
 
     def __init__(
-        self, layers: Mapping[CachePath, LayerShape], blocks: Sequence[int], block_size: int
+        self, layers: Mapping[CachePath, MlxLayerShape], blocks: Sequence[int], block_size: int
     ) -> None:
         """`blocks`: rows of each token family."""
         self.block_size = block_size

@@ -77,7 +77,7 @@ class StandIn:
     def __init__(
         self, rows: FamilyRows, pool: LayerPool, given: GivenArrays, grouped_masks: bool = False
     ) -> None:
-        """`given`: of the call. `grouped_masks`: see `runner.Served`."""
+        """`given`: of the call. `grouped_masks`: see `runner.MlxExecution`."""
         self.rows = rows
         self.pool = pool
         self._given = given

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
 from rootstock.errors import ModelUnsupported, ModelWeightsMissing, shown
-from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
+from rootstock.runtime.mlx.checkpoint import MlxCheckpoint, read_checkpoint
 from rootstock.runtime.mlx.runner import dtype_name
 from rootstock.runtime.model_files import CONFIG, Progress, first_line, in_one_line, stored_tensors
 from rootstock.runtime.model_formats import MLX, Quantization, quantization_of
@@ -35,7 +35,7 @@ def check_architecture(model: str, directory: Path) -> None:
     read_checkpoint(model, directory)
 
 
-def lazy_model(model: str, checkpoint: Checkpoint, files: Sequence[Path]) -> nn.Module:
+def lazy_model(model: str, checkpoint: MlxCheckpoint, files: Sequence[Path]) -> nn.Module:
     """Builds the model with weights that are not read yet. Raises ModelWeightsMissing or ModelUnsupported."""
     _refuse_repeated(model, files)
     try:
@@ -68,7 +68,7 @@ def _refuse_repeated(model: str, files: Sequence[Path]) -> None:
         seen.add(tensor.name)
 
 
-def stored_modules(checkpoint: Checkpoint, files: Sequence[Path]) -> dict[str, str | None]:
+def stored_modules(checkpoint: MlxCheckpoint, files: Sequence[Path]) -> dict[str, str | None]:
     """Returns the model's name of each module whose weight the files hold, by the name there. None: mlx-lm makes
     other weights of it, or none. Reads headers only."""
     stored: dict[str, mx.array] = {}

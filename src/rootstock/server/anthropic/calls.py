@@ -13,7 +13,7 @@ from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.wire import Call, Json, call_of, hints_of
+from rootstock.server.wire import ApiCall, Json, call_of, hints_of
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
@@ -22,7 +22,7 @@ from rootstock.text.prompts.salt import salt_of
 
 def messages_call(
     model: ServedModel, body: MessagesRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
+) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)

@@ -18,7 +18,7 @@ from rootstock.text.conversation.types import (
     Medium,
     MediumKind,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
@@ -165,7 +165,7 @@ def _blocks(content: Any, path: str) -> Iterator[tuple[str, Json, str]]:
         yield kind, block, at
 
 
-def _system_parts(content: Any, path: str) -> Iterator[Part]:
+def _system_parts(content: Any, path: str) -> Iterator[MessagePart]:
     for kind, block, at in _blocks(content, path):
         match kind:
             case "text" | "search_result" | "document":
@@ -191,7 +191,7 @@ def _changed_tool(block: Json, path: str) -> str:
     return _name_of(tool, f"{path}.tool", "tool_name" if "tool_name" in tool else "name")
 
 
-def _parts_of(content: Any, path: str) -> Iterator[Part]:
+def _parts_of(content: Any, path: str) -> Iterator[MessagePart]:
     for kind, block, at in _blocks(content, path):
         match kind:
             case "text" | "search_result" | "document":

@@ -201,22 +201,22 @@ class MessagesRequest(PromptFields, SamplingFields, HintFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedMessagesField:
     """A field that is refused unless its value is neutral."""
 
     remedy: str
     neutral: tuple[Any, ...] = ()  # values besides null and empty ones that change nothing
 
 
-REFUSED: Mapping[str, Refused] = {
-    "mcp_servers": Refused("The server calls no MCP servers: give their tools to the client."),
-    "container": Refused("Nothing is run on the server."),
-    "compaction": Refused("The server summarizes nothing: the client does it."),
-    "n": Refused("An answer of this API is one message.", (1,)),
-    "best_of": Refused("An answer of this API is one message.", (1,)),
-    "logprobs": Refused("Use /v1/chat/completions.", (False,)),
-    "top_logprobs": Refused("Use /v1/chat/completions.", (0,)),
-    "response_format": Refused("Send 'output_config'.", ({"type": "text"},)),
-    "max_completion_tokens": Refused("Send 'max_tokens'.", (-1,)),
-    "prompt": Refused("Send 'messages'."),
+REFUSED: Mapping[str, RefusedMessagesField] = {
+    "mcp_servers": RefusedMessagesField("The server calls no MCP servers: give their tools to the client."),
+    "container": RefusedMessagesField("Nothing is run on the server."),
+    "compaction": RefusedMessagesField("The server summarizes nothing: the client does it."),
+    "n": RefusedMessagesField("An answer of this API is one message.", (1,)),
+    "best_of": RefusedMessagesField("An answer of this API is one message.", (1,)),
+    "logprobs": RefusedMessagesField("Use /v1/chat/completions.", (False,)),
+    "top_logprobs": RefusedMessagesField("Use /v1/chat/completions.", (0,)),
+    "response_format": RefusedMessagesField("Send 'output_config'.", ({"type": "text"},)),
+    "max_completion_tokens": RefusedMessagesField("Send 'max_tokens'.", (-1,)),
+    "prompt": RefusedMessagesField("Send 'messages'."),
 }

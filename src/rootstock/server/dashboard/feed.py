@@ -17,7 +17,7 @@ from typing import Any
 
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.volatile import VolatileSpan
-from rootstock.engine.activity import LiveRequest, Miss
+from rootstock.engine.activity import LiveRequest, PromptMiss
 from rootstock.engine.engine import Engine
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
@@ -56,7 +56,7 @@ class Snapshot:
     health: Health
     live: list[LiveRequest]
     ended: list[LiveRequest]
-    misses: list[Miss]
+    misses: list[PromptMiss]
     pool: PoolUsage | None  # None: the engine has not answered yet
     tier: TierStats | None
     volatile: list[VolatileSpan]

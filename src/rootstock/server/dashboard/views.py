@@ -13,12 +13,12 @@ from rootstock.cache.tree_walk import NodeDetail
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
-from rootstock.engine.activity import Activity, LiveRequest, Miss, Outcome
+from rootstock.engine.activity import Activity, LiveRequest, Outcome, PromptMiss
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.server.access import allowed_models, is_operator, may_read_prompts
 from rootstock.server.access_rules import AccessRules
-from rootstock.server.model_slots import ModelSlot, Unloaded
+from rootstock.server.model_slots import ModelSlot, UnloadedSlot
 from rootstock.server.models import ModelRegistry, adapters_of
 from rootstock.server.wire import Json
 from rootstock.text.prompts.explained import volatile_in_words
@@ -125,7 +125,9 @@ def models_json(models: ModelRegistry, view: View) -> list[Json]:
             "status": slot.status,
             "task": slot.task,  # None: not known before its first load
             "adapters": [name for name in adapters_of(slot) if view.may_use(name)],
-            "error": state.error.code if isinstance(state := slot.state, Unloaded) and state.error else None,
+            "error": state.error.code
+            if isinstance(state := slot.state, UnloadedSlot) and state.error
+            else None,
             "may_unload": slot.config is not None,
         }
         for slot in view.slots(models)
@@ -210,11 +212,11 @@ def _request(request: LiveRequest, names: Names) -> Json:
     }
 
 
-def misses_json(misses: Iterable[Miss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
+def misses_json(misses: Iterable[PromptMiss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
     return {str(miss.id): _miss(miss, view, names, texts) for miss in misses if view.shows(miss.salt)}
 
 
-def _miss(miss: Miss, view: View, names: Names, texts: Texts) -> Json:
+def _miss(miss: PromptMiss, view: View, names: Names, texts: Texts) -> Json:
     told = miss.diagnosis
     volatile = told.volatile if view.reads_prompts else None
 

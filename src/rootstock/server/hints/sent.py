@@ -24,7 +24,7 @@ from rootstock.cache.hints import (
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
-    Retention,
+    RetentionWish,
     Verdict,
 )
 from rootstock.engine.request import Finished, TokenEvent
@@ -52,7 +52,7 @@ class SentHints:
 
     cache: CacheHints | None = None
     decided: tuple[HintOutcome, ...] = ()
-    hour_marks: tuple[Retention, ...] = ()  # marks with a time of an hour or more
+    hour_marks: tuple[RetentionWish, ...] = ()  # marks with a time of an hour or more
     warnings: tuple[IgnoredField, ...] = ()
 
     def told(self, events: Iterable[TokenEvent | Finished]) -> Json:
@@ -109,7 +109,7 @@ def sent_hints(
     """
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
-    found = _Reader(body, headers, marks).read(tenant)
+    found = _HintsReader(body, headers, marks).read(tenant)
     if cache_salt and found.cache is not None and found.cache.session is not None:
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
         session = f"{salt_of('', cache_salt)} {found.cache.session}"
@@ -145,14 +145,14 @@ _IGNORED_EXTENSIONS = frozenset(
 
 
 @dataclass
-class _Reader:
+class _HintsReader:
     """Reader of one request's hints."""
 
     body: HintFields
     headers: HeaderHints
     marks: Sequence[PlacedMark]
     decided: list[HintOutcome] = field(default_factory=list)
-    retentions: list[Retention] = field(default_factory=list)
+    retentions: list[RetentionWish] = field(default_factory=list)
 
     def read(self, tenant: str) -> SentHints:
         self.decided += self.headers.decided
@@ -259,7 +259,7 @@ class _Reader:
         if time is not None:
             self._retain(time[0], None, ttl_s=time[1])
 
-    def _add_marks(self) -> tuple[Retention, ...]:
+    def _add_marks(self) -> tuple[RetentionWish, ...]:
         """Adds the marks, and returns the marks with a time of an hour or more."""
         if len(self.marks) > MAX_MARKS:
             raise InvalidParameter("cache_control", len(self.marks), f"sent at most {MAX_MARKS} times")
@@ -276,7 +276,7 @@ class _Reader:
         if ttl_s is not None and ttl_s > MAX_TTL_S:
             self._clip(path, f"at most {MAX_TTL_S:.0f} s")
             ttl_s = MAX_TTL_S
-        self.retentions.append(Retention(path, end, ttl_s, priority))
+        self.retentions.append(RetentionWish(path, end, ttl_s, priority))
 
     # ---- priorities
 

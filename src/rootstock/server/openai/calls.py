@@ -26,7 +26,7 @@ from rootstock.server.openai.schema import (
     GenerationFields,
     StreamOptions,
 )
-from rootstock.server.wire import Call, Diagnose, Json, call_of, hints_of
+from rootstock.server.wire import ApiCall, Diagnose, Json, call_of, hints_of
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.text.prompts.salt import salt_of
@@ -36,7 +36,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no li
 
 def chat_call(
     model: ServedModel, body: ChatCompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
+) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -71,7 +71,7 @@ def chat_call(
 
 def completion_call(
     model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
+) -> ApiCall:
     """Makes the call of a completion. It tokenizes: do not call it on an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -132,7 +132,7 @@ def _call(
     hints: SentHints,
     chat: PreparedChat | None = None,
     diagnose: Diagnose | None = None,
-) -> Call:
+) -> ApiCall:
     options = body.stream_options or StreamOptions()
     continuous_prompt_tokens = None
     if options.continuous_usage_stats:

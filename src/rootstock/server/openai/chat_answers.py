@@ -15,10 +15,10 @@ from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     DeltaParser,
     ReasoningDelta,
-    TextDelta,
     TextOnly,
     WholeAnswer,
     WholeCall,
@@ -87,7 +87,7 @@ class ChatFormat:
     def parts(self, index: int, event: TokenEvent) -> Iterator[str | Json]:
         choice = self._open[index]
         for delta in choice.parser.push(event.text):
-            if isinstance(delta, TextDelta):
+            if isinstance(delta, ContentDelta):
                 yield delta.text
             else:
                 yield from (self._choice(index, fields) for fields in choice.fields([delta]))
@@ -157,7 +157,7 @@ class _ChatChoice:
     def fields(self, deltas: Sequence[Delta]) -> Iterator[Json]:
         for delta in deltas:
             match delta:
-                case TextDelta(text):
+                case ContentDelta(text):
                     yield {"content": text}
                 case ReasoningDelta(text):
                     yield {"reasoning_content": text, "reasoning": text}

@@ -75,7 +75,7 @@ def embedding_routes(models: ModelRegistry, answerer: Answerer) -> APIRouter:
         except (ClientGone, asyncio.CancelledError):
             info.disconnected()
             raise
-        held = _Held(found.rows)
+        held = _HeldEmbeddings(found.rows)
         answer = await answerer.respond(
             lambda: _answer(body, asked, held),
             is_long=found.rows.size > _LONG_ANSWER_NUMBERS,
@@ -138,7 +138,7 @@ class AskedEmbeddings:
         return AskedEmbeddings(body.model or model.name, _inputs(model, body.input), dimensions)
 
 
-class _Held:
+class _HeldEmbeddings:
     """The embeddings of an answer, until it has been sent or its client has left."""
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
@@ -166,7 +166,7 @@ class _Answer(Response):
     The tasks and exceptions of a client that leaves may hold the iterator of the body until the garbage is collected.
     """
 
-    def __init__(self, inner: Response, held: _Held) -> None:
+    def __init__(self, inner: Response, held: _HeldEmbeddings) -> None:
         self.status_code = inner.status_code
         self.raw_headers = inner.raw_headers
         self.background = None
@@ -180,7 +180,7 @@ class _Answer(Response):
             self._held.release()
 
 
-def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, held: _Held) -> Json:
+def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, held: _HeldEmbeddings) -> Json:
     """Returns the body of an answer. It holds an iterator, which `json_pieces` encodes."""
 
     # Without the inputs: the iterator lives until a slow client has read its answer.

@@ -142,7 +142,7 @@ class TemplateFields(ReasoningFields):
             if name == "chat_template" and not is_empty(value):
                 raise Unsupported(path, "Serve with --chat-template FILE.")
             if name in _NEUTRAL_IN_CHATS and name not in names.variables:
-                Refused("Send it as a field of the request itself.", _NEUTRAL_IN_CHATS[name]).refuse(
+                RefusedField("Send it as a field of the request itself.", _NEUTRAL_IN_CHATS[name]).refuse(
                     path, value
                 )
 
@@ -212,7 +212,9 @@ class CompletionRequest(GenerationFields):
                 continue
             if name == "messages" or name in TemplateFields.model_fields:
                 remedy = "A completion has no chat template. Use /v1/chat/completions."
-                Refused(remedy, _NEUTRAL_IN_CHATS.get(name, _OFF_IN_CHATS.get(name, ()))).refuse(name, value)
+                RefusedField(remedy, _NEUTRAL_IN_CHATS.get(name, _OFF_IN_CHATS.get(name, ()))).refuse(
+                    name, value
+                )
         if self.add_special_tokens is False:
             raise Unsupported("add_special_tokens", "Send the prompt as token ids to have none added.")
         if self.best_of not in (None, 1, self.choices_per_prompt):
@@ -281,7 +283,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedField:
     """A field that is refused unless its value is neutral."""
 
     remedy: str
@@ -296,8 +298,8 @@ class Refused:
         raise Unsupported(name, f"{self.remedy} Leave it out{known}.")
 
 
-def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, Refused]:
-    return {name: Refused(remedy, values) for name, values in neutral.items()}
+def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, RefusedField]:
+    return {name: RefusedField(remedy, values) for name, values in neutral.items()}
 
 
 _OFF = (False,)
@@ -321,7 +323,7 @@ _OFF_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
 }
 
-REFUSED: Mapping[str, Refused] = {
+REFUSED: Mapping[str, RefusedField] = {
     **_group("The whitespace of JSON cannot be set by it.", guided_whitespace_pattern=()),
     **_group("Use 'response_format'.", output_config=({"effort": None}, {"effort": "none"}), output_format=()),
     **_group(
@@ -365,7 +367,7 @@ REFUSED: Mapping[str, Refused] = {
         container=(), context_management=(), data_sources=(), mcp_servers=(), models=(),
         plugins=(),
     ),
-    "web_search_options": Refused("Nothing is searched, called or kept on the server.", empty_asks=True),
+    "web_search_options": RefusedField("Nothing is searched, called or kept on the server.", empty_asks=True),
     **_group("Name the adapter as the 'model'.", lora=(), lora_path=(), lora_request=()),
     **_group(
         "Reasoning comes in 'reasoning_content'.",

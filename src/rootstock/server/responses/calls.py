@@ -37,7 +37,7 @@ from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
-from rootstock.server.wire import Call, Json, call_of, hints_of
+from rootstock.server.wire import ApiCall, Json, call_of, hints_of
 from rootstock.text.conversation.types import Conversation, Message, Text
 from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.text.prompts.salt import salt_of
@@ -58,7 +58,7 @@ class Responses:
 
     def call(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> Call:
+    ) -> ApiCall:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
         prepared = self._prepared(model, body, tenant)
         call = self._call(model, body, tenant, head, prepared)
@@ -67,7 +67,7 @@ class Responses:
 
     def compaction(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> Call:
+    ) -> ApiCall:
         """Makes the call of a summary, whose answer is a compacted conversation, and which is not stored.
 
         Reads the store, renders and tokenizes: not for an event loop. Raises RequestError.
@@ -81,7 +81,7 @@ class Responses:
 
     def _call(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints, prepared: _Prepared
-    ) -> Call:
+    ) -> ApiCall:
         hex = uuid.uuid4().hex
         top_logprobs = None if prepared.compacts else body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
@@ -338,7 +338,7 @@ def _owner(tenant: str) -> str:
     return salt_of(tenant, None)
 
 
-def _refuse_many_logprobs(call: Call, context_limit: int) -> None:
+def _refuse_many_logprobs(call: ApiCall, context_limit: int) -> None:
     """Raises TooManyLogprobs."""
     [request] = call.requests
     top = request.sampling.top_logprobs

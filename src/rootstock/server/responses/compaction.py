@@ -13,7 +13,7 @@ from typing import Any
 from rootstock.errors import InvalidParameter
 from rootstock.server.responses.output import Event, OutputSettings
 from rootstock.server.wire import Json
-from rootstock.text.output.deltas import CallEnded, Delta, DeltaParser, ReasoningDelta, TextDelta
+from rootstock.text.output.deltas import CallEnded, ContentDelta, Delta, DeltaParser, ReasoningDelta
 
 TRIGGER = "compaction_trigger"  # the last item of an input whose answer is a compaction
 KINDS = frozenset(
@@ -90,7 +90,7 @@ class CompactedOutput:
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             match delta:
-                case TextDelta(text):
+                case ContentDelta(text):
                     self._texts.append(text)
                 case CallEnded(_, _, raw):  # of a model that calls a tool all the same
                     self._texts.append(raw)

@@ -22,7 +22,7 @@ from rootstock.text.conversation.openai import arguments_of
 from rootstock.text.conversation.template import template_tool
 from rootstock.text.conversation.types import (
     Message,
-    Part,
+    MessagePart,
     Reasoning,
     Text,
     ToolCall,
@@ -191,7 +191,7 @@ class _Translator:
         self._tools = tools
         self._unseal = unseal
         self._messages: list[Message] = []
-        self._turn: list[Part] = []  # of the assistant, not ended yet
+        self._turn: list[MessagePart] = []  # of the assistant, not ended yet
         self._turn_has_text = False
         self._turn_has_call = False
 
@@ -260,7 +260,7 @@ class _Translator:
                     "the client runs, with their outputs. Leave the item out.",
                 )
 
-    def _add(self, role: str, parts: Sequence[Part], path: str) -> None:
+    def _add(self, role: str, parts: Sequence[MessagePart], path: str) -> None:
         self._end_turn()
         self._messages.append(Message(role, tuple(parts), origin=path))
 

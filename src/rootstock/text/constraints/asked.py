@@ -49,7 +49,7 @@ ANY_JSON_OBJECT = JsonSchema('{"type":"object"}')
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningBounds:
     """Reasoning before the answer, which a grammar leaves alone and which a budget can end.
 
     `end` and `start` are the markers around it, as text or as the names of control tokens.
@@ -66,5 +66,5 @@ class Constraint:
     """A grammar, reasoning that precedes it, or both. `param` is the request's field that errors name."""
 
     grammar: Grammar | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningBounds | None = None
     param: str = field(default="response_format", compare=False)

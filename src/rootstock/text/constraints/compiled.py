@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.text.constraints.host import GrammarLost, GrammarProcess, Round
+from rootstock.text.constraints.host import GrammarLost, GrammarProcess, MatcherRound
 from rootstock.text.constraints.vocabulary import Ids, Vocabulary
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ class Matcher:
         self._process = process
         self._number = next(process.matchers)
         self._tokens: list[int] = []  # of the round
-        self._round: Round | None = None  # with the last tokens, and the mask after them
+        self._round: MatcherRound | None = None  # with the last tokens, and the mask after them
         self._index = 0  # in the round
         self._is_settled = True
         self._stopped = False

@@ -15,7 +15,15 @@ from math import inf
 from typing import Generic, TypeVar, assert_never
 
 from rootstock.errors import ConstraintRefused, EngineStopped, InvalidParameter, Unsupported
-from rootstock.text.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
+from rootstock.text.constraints.asked import (
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Lark,
+    ReasoningBounds,
+    Regex,
+)
 from rootstock.text.constraints.compiled import (
     CompiledConstraint,
     CompiledGrammar,
@@ -69,8 +77,8 @@ class ConstraintCompiler:
         self._hosted: HostedVocabulary | None = None
         self._closed = False
         self._compiling: set[GrammarProcess] = set()
-        self._grammars: _Kept[CompiledGrammar] = _Kept(_KEPT_GRAMMARS)
-        self._markers: _Kept[Marker] = _Kept(_KEPT_MARKERS)
+        self._grammars: _LruCache[CompiledGrammar] = _LruCache(_KEPT_GRAMMARS)
+        self._markers: _LruCache[Marker] = _LruCache(_KEPT_MARKERS)
         weakref.finalize(self, self._grammars.clear)  # a kept grammar refers to all of them
 
     def prepare(self) -> None:
@@ -166,7 +174,7 @@ class ConstraintCompiler:
 
         return CompiledGrammar(process, rebuild)
 
-    def _reasoning(self, asked: Reasoning, vocabulary: Vocabulary) -> CompiledReasoning:
+    def _reasoning(self, asked: ReasoningBounds, vocabulary: Vocabulary) -> CompiledReasoning:
         def marker(text: str) -> Marker:
             if not 1 <= len(text) <= MAX_MARKER_CHARS:
                 raise InvalidParameter("reasoning", text, f"markers of 1 to {MAX_MARKER_CHARS} characters")
@@ -184,7 +192,7 @@ class ConstraintCompiler:
         return CompiledReasoning(marker(asked.end), start, asked.starts_inside, budget)
 
 
-class _Kept(Generic[T]):
+class _LruCache(Generic[T]):
     """The values that were used last."""
 
     def __init__(self, most: int) -> None:

@@ -22,7 +22,7 @@ class LinkBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Frame:
     head: dict[str, Any]
     body: bytes = b""
 
@@ -46,7 +46,7 @@ class Link:
         except OSError as error:
             raise LinkBroken from error
 
-    def receive(self) -> Message:
+    def receive(self) -> Frame:
         """Waits for a message. Raises LinkBroken, and TimeoutError, after which it can be called again."""
         text_bytes, body_bytes = _LENGTHS.unpack(self._peek(0, _LENGTHS.size))
         if text_bytes > _MOST_HEAD_BYTES or body_bytes > _MOST_BODY_BYTES:
@@ -60,7 +60,7 @@ class Link:
             raise LinkBroken from error
         if not isinstance(head, dict):
             raise LinkBroken
-        return Message(head, body)
+        return Frame(head, body)
 
     def _peek(self, start: int, length: int) -> bytes:
         while (missing := start + length - len(self._read)) > 0:

@@ -26,7 +26,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from rootstock.text.constraints.frames import Link, LinkBroken, Message
+from rootstock.text.constraints.frames import Frame, Link, LinkBroken
 
 _REAP_S = 1.0
 _KEPT_STATUSES = 256
@@ -77,7 +77,7 @@ class _Parent:
             for pid in self._processes.values():
                 os.waitpid(pid, 0)
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: Frame) -> None:
         head = message.head
         match head["do"]:
             case "add":
@@ -106,7 +106,7 @@ class _Parent:
             try:
                 self._control.close()
                 _limit(parent)
-                _Grammar(Link(socket.socket(fileno=descriptor)), tokenizer).run()
+                _HostedGrammar(Link(socket.socket(fileno=descriptor)), tokenizer).run()
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
             finally:
@@ -169,7 +169,7 @@ class _Tokens:
     """A vocabulary as llguidance reads it. The server tokenizes: its tokenizer needs libraries of its own."""
 
     bos_token_id = None
-    asks: _Grammar | None = None  # in the process of a grammar
+    asks: _HostedGrammar | None = None  # in the process of a grammar
 
     def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
         self.eos_token_id = end
@@ -215,13 +215,13 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-class _Grammar:
+class _HostedGrammar:
     """A grammar and the matchers of all answers that follow it, by the server's numbers."""
 
     def __init__(self, link: Link, tokenizer: LLTokenizer | None) -> None:
         self._link = link
         self._tokenizer = tokenizer
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[Frame] = deque()
         self._first: LLMatcher | None = None  # at the beginning of an answer; never advanced
         self._matchers: dict[int, LLMatcher] = {}
         self._rss_at_start = _rss_bytes()
@@ -246,11 +246,11 @@ class _Grammar:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 self._send(message, head, body)
 
-    def _send(self, message: Message, head: dict[str, Any], body: bytes = b"") -> None:
+    def _send(self, message: Frame, head: dict[str, Any], body: bytes = b"") -> None:
         grown = max(0, _rss_bytes() - self._rss_at_start)
         self._link.send({"to": message.head["ask"], "grown": grown, **head}, body)
 
-    def _round(self, message: Message) -> None:
+    def _round(self, message: Frame) -> None:
         """Has matchers take tokens, and sends the results. Then computes the masks after them, while the server
         goes on with its step."""
         self._forget(message.head.get("gone", ()))
@@ -289,7 +289,7 @@ class _Grammar:
                 return ids
             self._waiting.append(message)
 
-    def _answer(self, message: Message) -> tuple[dict[str, Any], bytes]:
+    def _answer(self, message: Frame) -> tuple[dict[str, Any], bytes]:
         head = message.head
         self._forget(head.get("gone", ()))
         match head["do"]:

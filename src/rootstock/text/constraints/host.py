@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rootstock.errors import CompilerBusy
-from rootstock.text.constraints.frames import Link, LinkBroken, Message
-from rootstock.text.constraints.turns import TURN_S, Turns, refuse_gone
+from rootstock.text.constraints.frames import Frame, Link, LinkBroken
+from rootstock.text.constraints.turns import TURN_S, CompileTurns, refuse_gone
 from rootstock.units import MIB
 
 _START = (
@@ -88,7 +88,7 @@ class GrammarHost:
     """
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = CompileTurns()
         self._lock = threading.RLock()  # of everything below
         self._held = 0  # times that its thread holds it
         self._removed: list[int] = []  # vocabularies
@@ -269,7 +269,7 @@ class GrammarHost:
         self._stop = self._link = self._end = self._process = None
 
 
-class Round:
+class MatcherRound:
     """A question about several matchers of one process, in one message: tokens to take, and the masks after them.
 
     It is open, and other matchers may join it, until the first of them waits for an answer or calls `send`.
@@ -280,8 +280,8 @@ class Round:
     def __init__(self) -> None:
         self.is_open = True
         self.items: list[tuple[int, list[int]]] = []  # matchers and their tokens
-        self.taken: Message | None = None
-        self.masks: Message | None = None
+        self.taken: Frame | None = None
+        self.masks: Frame | None = None
 
 
 class GrammarProcess:
@@ -303,10 +303,10 @@ class GrammarProcess:
         self._link = Link(end)
         self._lock = threading.RLock()  # of everything below
         self._asked = itertools.count()
-        self._answers: dict[int, Message] = {}
-        self._open: Round | None = None
+        self._answers: dict[int, Frame] = {}
+        self._open: MatcherRound | None = None
         # Nothing else refers to a round once its answers have ended: messages that come for it later are dropped.
-        self._rounds: weakref.WeakValueDictionary[int, Round] = weakref.WeakValueDictionary()
+        self._rounds: weakref.WeakValueDictionary[int, MatcherRound] = weakref.WeakValueDictionary()
         self._lost: str | None = None
         self.grown_bytes = 0
         self._told_bytes = 0
@@ -329,7 +329,7 @@ class GrammarProcess:
                 self._lose()
             return asked
 
-    def answer(self, asked: int, timeout_s: float = _MOST_WAIT_S, *, patient: bool = False) -> Message:
+    def answer(self, asked: int, timeout_s: float = _MOST_WAIT_S, *, patient: bool = False) -> Frame:
         """Waits for the answer to a question. Raises GrammarLost; with `patient`, TimeoutError instead."""
         with self._lock:
             while asked not in self._answers:
@@ -338,7 +338,7 @@ class GrammarProcess:
         self._note_growth(found)
         return found
 
-    def join(self, matcher: int, tokens: list[int]) -> tuple[Round, int]:
+    def join(self, matcher: int, tokens: list[int]) -> tuple[MatcherRound, int]:
         """Adds a matcher to the open round. Returns the round, and the matcher's index in it. Raises GrammarLost.
 
         `tokens` may grow while the round is open.
@@ -346,7 +346,7 @@ class GrammarProcess:
         with self._lock:
             self._refuse_lost()
             if self._open is None:
-                self._open = Round()
+                self._open = MatcherRound()
             self._open.items.append((matcher, tokens))
             return self._open, len(self._open.items) - 1
 
@@ -358,7 +358,7 @@ class GrammarProcess:
                 opened.is_open = False
                 self._rounds[self.ask({"do": "round", "items": opened.items})] = opened
 
-    def taken(self, of: Round, index: int) -> dict[str, Any]:
+    def taken(self, of: MatcherRound, index: int) -> dict[str, Any]:
         """Waits until the matchers of a round have taken their tokens. Returns one's answer. Raises GrammarLost."""
         with self._lock:
             if of.is_open:
@@ -368,7 +368,7 @@ class GrammarProcess:
         self._note_growth(of.taken)
         return _item(of.taken, index)
 
-    def mask(self, of: Round, index: int, size: int) -> tuple[dict[str, Any], bytes]:
+    def mask(self, of: MatcherRound, index: int, size: int) -> tuple[dict[str, Any], bytes]:
         """Waits for the masks of a round. Returns one's answer, and its mask of `size` bytes. Raises GrammarLost."""
         with self._lock:
             if of.is_open:
@@ -391,13 +391,13 @@ class GrammarProcess:
         except LinkBroken:
             self._lose()
 
-    def _note_growth(self, message: Message) -> None:
+    def _note_growth(self, message: Frame) -> None:
         grown = message.head.get("grown")
         if isinstance(grown, int) and grown > self.grown_bytes + _GROWTH_STEP_BYTES:
             self.grown_bytes = grown
             self._host.grown()
 
-    def compiled(self, head: dict[str, Any], body: bytes, tenant: str) -> Message:
+    def compiled(self, head: dict[str, Any], body: bytes, tenant: str) -> Frame:
         """Asks a question that may take long, in turns with others. Raises GrammarLost and CompilerBusy."""
         turns, check = self._host.turns, refuse_gone.get()
         asked = None
@@ -433,7 +433,7 @@ class GrammarProcess:
         """Closes this end. The process ends when all copies of it are closed."""
         self._end.close()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Frame) -> None:
         head = message.head
         if "encode" in head:
             assert self._vocabulary is not None
@@ -462,7 +462,7 @@ class GrammarProcess:
         raise GrammarLost(self._lost)
 
 
-def _item(message: Message, index: int) -> dict[str, Any]:
+def _item(message: Frame, index: int) -> dict[str, Any]:
     """Returns an item of a message, in which a process that fails may have written anything."""
     items = message.head.get("items")
     found = items[index] if isinstance(items, list) and index < len(items) else None

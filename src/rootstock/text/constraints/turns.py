@@ -31,7 +31,7 @@ let_others_work: ContextVar[Callable[[], AbstractContextManager[None]]] = Contex
 )
 
 
-class Turn:
+class CompileTurn:
     """A compile's place among all compiles. `used` counts the turns that it has had."""
 
     def __init__(self, tenant: str, chars: int, number: int) -> None:
@@ -44,21 +44,21 @@ class Turn:
         return self.used, of_tenant, self._chars, self._number
 
 
-class Turns:
+class CompileTurns:
     """The compiles of a process. Any thread may use it."""
 
     def __init__(self, at_once: int | None = None) -> None:
         self._at_once = at_once or max(1, (os.cpu_count() or 1) // _CORES_PER_COMPILE)
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._open: set[Turn] = set()
-        self._waiting: set[Turn] = set()
+        self._open: set[CompileTurn] = set()
+        self._waiting: set[CompileTurn] = set()
         self._running = 0
 
     @contextmanager
-    def of(self, tenant: str, chars: int) -> Iterator[Turn]:
+    def of(self, tenant: str, chars: int) -> Iterator[CompileTurn]:
         """Opens a compile, which waits for its turns by `wait`."""
-        turn = Turn(tenant, chars, next(self._numbers))
+        turn = CompileTurn(tenant, chars, next(self._numbers))
         with self._changed:
             self._open.add(turn)
         try:
@@ -70,7 +70,7 @@ class Turns:
                 self._changed.notify_all()
 
     @contextmanager
-    def wait(self, turn: Turn) -> Iterator[None]:
+    def wait(self, turn: CompileTurn) -> Iterator[None]:
         """Waits for a turn, and holds it. Raises CompilerBusy if too many compiles are long."""
         check = refuse_gone.get()
         with self._changed:
@@ -97,7 +97,7 @@ class Turns:
         """Number of compiles that wait for a turn."""
         return len(self._waiting)
 
-    def _taken(self, turn: Turn) -> bool:
+    def _taken(self, turn: CompileTurn) -> bool:
         """Takes the turn if it comes within a moment."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_next(turn), _CHECK_S):
@@ -106,13 +106,13 @@ class Turns:
             self._running += 1
             return True
 
-    def _is_next(self, turn: Turn) -> bool:
+    def _is_next(self, turn: CompileTurn) -> bool:
         if self._running >= self._at_once:
             return False
         of_tenants = Counter(each.tenant for each in self._open)
         return turn is min(self._waiting, key=lambda each: each.rank(of_tenants[each.tenant]))
 
-    def _refuse_long(self, turn: Turn) -> None:
+    def _refuse_long(self, turn: CompileTurn) -> None:
         if turn.used != _LONG_TURNS:
             return
         others = [each.tenant for each in self._open if each.used >= _LONG_TURNS and each is not turn]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rootstock.errors import InvalidParameter
-from rootstock.text.conversation.types import Message, Part, PrefixMark, Text, ToolResult
+from rootstock.text.conversation.types import Message, MessagePart, PrefixMark, Text, ToolResult
 
 CACHE_CONTROL = "cache_control"
 BREAKPOINT = "prompt_cache_breakpoint"
@@ -61,7 +61,7 @@ def duration_s(value: Any, path: str) -> float:
     return float(int(found[1]) * _UNITS_S[found[2]])
 
 
-def marks_in(parts: Sequence[Part]) -> list[PrefixMark]:
+def marks_in(parts: Sequence[MessagePart]) -> list[PrefixMark]:
     """Returns the marks of a message's parts, those within results of tools included."""
     inner = [part.parts if isinstance(part, ToolResult) else (part,) for part in parts]
     return [

@@ -24,7 +24,7 @@ from rootstock.text.conversation.types import (
     Conversation,
     MediumKind,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
@@ -141,7 +141,9 @@ def _message_of(message: Mapping[str, Any], path: str) -> Message:
         texts = [*(text for text in texts if text.text or text.mark), *beside]
     known = {"role", "content", "tool_calls", CACHE_CONTROL, *_REASONING_FIELDS, *_MEDIA_FIELDS}
     if role == "tool":
-        parts: list[Part] = [ToolResult(message.get("tool_call_id"), tuple(texts), message.get("name"))]
+        parts: list[MessagePart] = [
+            ToolResult(message.get("tool_call_id"), tuple(texts), message.get("name"))
+        ]
         known |= {"tool_call_id", "name"}
     else:
         reasoning = _reasoning_of(message, path)

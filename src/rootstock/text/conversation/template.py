@@ -21,7 +21,7 @@ from rootstock.text.conversation.types import (
     Conversation,
     Medium,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
@@ -118,7 +118,7 @@ def _with_results_in_order(messages: Iterable[Message]) -> Iterator[Message]:
     """
     order: dict[str | None, int] = {}  # of the last calls, by id
 
-    def place(result: Part) -> int:
+    def place(result: MessagePart) -> int:
         assert isinstance(result, ToolResult)
         return order.get(result.call_id, len(order))
 
@@ -191,7 +191,7 @@ class _Builder:
         role, path = _TEMPLATE_ROLES.get(message.role, message.role), message.origin
         if role not in ROLES and not _is_named(self._tokenizer, role):
             raise InvalidParameter(path, message.role, f"one of {', '.join(ROLES)}")
-        plain: list[Part] = []
+        plain: list[MessagePart] = []
         for part in message.parts:
             if isinstance(part, ToolResult):
                 if plain:
@@ -212,7 +212,9 @@ class _Builder:
             self.messages[-1]["content"] = _BETWEEN_MESSAGES.join(self._joined)
             self._joined = []
 
-    def _add_plain(self, role: str, parts: Sequence[Part], fields: Mapping[str, Any], path: str) -> None:
+    def _add_plain(
+        self, role: str, parts: Sequence[MessagePart], fields: Mapping[str, Any], path: str
+    ) -> None:
         content, ends = self._content(parts)
         taken: dict[str, Any] = {**fields, "role": role, "content": content}
         if role == "assistant":
@@ -258,7 +260,7 @@ class _Builder:
             self._refuse_dropped("tool", path)
         self._append(message, ends)
 
-    def _content(self, parts: Iterable[Part]) -> tuple[str, _Ends]:
+    def _content(self, parts: Iterable[MessagePart]) -> tuple[str, _Ends]:
         """Returns the texts among parts as one content, and the characters at which its marked parts end."""
         texts = [
             part if isinstance(part, Text) else Text(self._referred(part))

@@ -75,7 +75,7 @@ class ToolResult:
     is_error: bool = False
 
 
-Part = Text | Reasoning | ToolCall | ToolResult | ToolReference
+MessagePart = Text | Reasoning | ToolCall | ToolResult | ToolReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Message:
     """
 
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     fields: Mapping[str, Any] = field(
         default_factory=dict
     )  # other fields that some templates read, such as `name`
@@ -143,7 +143,7 @@ class Conversation:
         return sum(_chars_of(part) for message in self.messages for part in message.parts)
 
 
-def _chars_of(part: Part) -> int:
+def _chars_of(part: MessagePart) -> int:
     match part:
         case Text(text) | Reasoning(text):
             return len(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rootstock.text.conversation.types import Conversation, Message, Part, Text
+from rootstock.text.conversation.types import Conversation, Message, MessagePart, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def without_volatile_heads(conversation: Conversation) -> tuple[Conversation, tu
 
 def _kept(message: Message, dropped: list[DroppedHead]) -> Message:
     """Returns a message without its volatile lines, and notes them."""
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for part in message.parts:
         rule = _rule_of(part)
         if isinstance(part, Text) and rule is not None:
@@ -64,7 +64,7 @@ def _kept(message: Message, dropped: list[DroppedHead]) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-def _rule_of(part: Part) -> VolatileHead | None:
+def _rule_of(part: MessagePart) -> VolatileHead | None:
     if not isinstance(part, Text):
         return None
     return next((rule for rule in VOLATILE_HEADS if part.text.startswith(rule.begins)), None)

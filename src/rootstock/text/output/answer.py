@@ -8,12 +8,12 @@ from rootstock.text.output.calls import MAX_CALLS, CallInProgress, NewId, Tools
 from rootstock.text.output.deltas import (
     CallArguments,
     CallStarted,
+    ContentDelta,
     Delta,
     Markup,
     ReasoningDelta,
-    TextDelta,
 )
-from rootstock.text.output.scanner import EndOfText, Malformed, Reading, Scanner, Stops
+from rootstock.text.output.scanner import EndOfText, Malformed, Reading, Scanner, StopStrings
 
 MAX_HELD_CHARS = 65_536  # of a call whose name is not known yet: a longer one is text
 
@@ -23,7 +23,9 @@ _MAX_SPACES = 1_024  # that wait for the text after them
 class Prose:
     """Text or reasoning. The whitespace beside markers and calls is markup, not prose."""
 
-    def __init__(self, kind: type[TextDelta] | type[ReasoningDelta], give: Callable[[Delta], None]) -> None:
+    def __init__(
+        self, kind: type[ContentDelta] | type[ReasoningDelta], give: Callable[[Delta], None]
+    ) -> None:
         self._kind = kind
         self._give = give
         self._spaces = ""  # that wait for the text after them
@@ -83,7 +85,7 @@ class AnswerInProgress:
     def __init__(self, scanner: Scanner, tools: Tools, new_id: NewId) -> None:
         self.scanner = scanner
         self.tools = tools
-        self.text = Prose(TextDelta, self._give)
+        self.text = Prose(ContentDelta, self._give)
         self.reasoning = Prose(ReasoningDelta, self._give)
         self._new_id = new_id
         self.calls = 0  # that have ended
@@ -109,8 +111,8 @@ class AnswerInProgress:
 
     def _give(self, delta: Delta) -> None:
         match delta, self._deltas[-1:]:
-            case TextDelta(text), [TextDelta(before)]:
-                self._deltas[-1] = TextDelta(before + text)
+            case ContentDelta(text), [ContentDelta(before)]:
+                self._deltas[-1] = ContentDelta(before + text)
             case ReasoningDelta(text), [ReasoningDelta(before)]:
                 self._deltas[-1] = ReasoningDelta(before + text)
             case CallArguments(index, text), [CallArguments(_, before)]:
@@ -160,7 +162,7 @@ class AnswerInProgress:
 
 
 def copy_rest(
-    scanner: Scanner, call: CallInProgress, closings: Stops, openings: tuple[str, ...]
+    scanner: Scanner, call: CallInProgress, closings: StopStrings, openings: tuple[str, ...]
 ) -> Reading[str]:
     """Gives the rest of a malformed call as its arguments, up to a closing, which is consumed, or to an opening."""
     stop = yield from scanner.before(closings, call.write)

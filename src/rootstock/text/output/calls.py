@@ -21,7 +21,7 @@ from rootstock.text.output.scanner import (
     Malformed,
     Reading,
     Scanner,
-    Stops,
+    StopStrings,
     finished,
     result_of,
 )
@@ -38,7 +38,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id")
 _KNOWN_KEYS = frozenset({*_NAME_KEYS, *_ARGUMENT_KEYS, *_ID_KEYS, "function", "type"})
 _CLOSER_OF = {"{": "}", "[": "]"}
-_END_OF_STRING = Stops(['"', "\\", *map(chr, range(0x20))])
+_END_OF_STRING = StopStrings(['"', "\\", *map(chr, range(0x20))])
 # Escapes of the halves of surrogate pairs. No text in UTF-8 can have half of one alone.
 _HALF = r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -189,8 +189,8 @@ class JsonReader:
 
     def __init__(self, scanner: Scanner, marks: tuple[str, ...]) -> None:
         self._scanner = scanner
-        self._outside = Stops(['"', "{", "}", "[", "]", *marks])
-        self._end_of_scalar = Stops([*",}] \t\r\n", *marks])
+        self._outside = StopStrings(['"', "{", "}", "[", "]", *marks])
+        self._end_of_scalar = StopStrings([*",}] \t\r\n", *marks])
 
     def value(self, give: Give) -> Reading[None]:
         """Reads a value and gives its text. Control characters in strings, which JSON forbids, are escaped."""
@@ -411,7 +411,7 @@ def read_header_call(
 ) -> Reading[bool]:
     """Reads one call, after its opening, and the text up to the next one. Returns whether there is one."""
     header: list[str] = []
-    ends = Stops([calls.header_end, *((calls.opening,) if calls.closing else ("{",))])
+    ends = StopStrings([calls.header_end, *((calls.opening,) if calls.closing else ("{",))])
     stop = yield from scanner.before(ends, header.append, MAX_HEADER_CHARS)
     found = re.fullmatch(calls.header, "".join(header).strip())
     if found is None or stop == calls.opening:

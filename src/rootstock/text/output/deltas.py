@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
+class ContentDelta:
     text: str
 
 
@@ -54,13 +54,13 @@ class Markup:
     text: str
 
 
-Delta = TextDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded | Markup
+Delta = ContentDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded | Markup
 
 
 def source(delta: Delta) -> str:
     """Returns the model's text that a delta stands for. All of an answer's, joined, are the text of the answer."""
     match delta:
-        case TextDelta(text) | ReasoningDelta(text) | Markup(text):
+        case ContentDelta(text) | ReasoningDelta(text) | Markup(text):
             return text
         case CallEnded(raw=raw):
             return raw
@@ -84,7 +84,7 @@ class TextOnly:
     """A parser of answers without reasoning and calls."""
 
     def push(self, text: str) -> list[Delta]:
-        return [TextDelta(text)] if text else []
+        return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
         return []
@@ -115,7 +115,7 @@ def answer_of(deltas: Iterable[Delta]) -> WholeAnswer:
     started: dict[int, tuple[CallStarted, list[str]]] = {}
     for delta in deltas:
         match delta:
-            case TextDelta(part):
+            case ContentDelta(part):
                 texts.append(part)
             case ReasoningDelta(part):
                 reasoning.append(part)

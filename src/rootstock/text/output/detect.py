@@ -16,7 +16,7 @@ from typing import Any
 
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, InvalidOption
 from rootstock.text.conversation.types import Tool
-from rootstock.text.output.deltas import CallEnded, CallStarted, ReasoningDelta, TextDelta
+from rootstock.text.output.deltas import CallEnded, CallStarted, ContentDelta, ReasoningDelta
 from rootstock.text.output.formats import (
     KNOWN_REASONING,
     MESSAGE_REASONING,
@@ -181,7 +181,7 @@ def _other_text(format: OutputFormat, rendered: str) -> int | None:
     arguments = [delta.arguments for delta in deltas if isinstance(delta, CallEnded)]
     if names != [_TOOL] or arguments != [_ARGUMENTS]:
         return None
-    return sum(len(delta.text) for delta in deltas if isinstance(delta, TextDelta | ReasoningDelta))
+    return sum(len(delta.text) for delta in deltas if isinstance(delta, ContentDelta | ReasoningDelta))
 
 
 def _reasoning(tokenizer: ModelTokenizer) -> ReasoningMarks | None:

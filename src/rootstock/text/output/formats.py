@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
-from rootstock.text.constraints.asked import Reasoning
+from rootstock.text.constraints.asked import ReasoningBounds
 
 
 class CallIds(Enum):
@@ -146,19 +146,19 @@ class OutputFormat:
         """Returns whether an answer may hold reasoning."""
         return isinstance(self.shape, Harmony) or self.shape.reasoning is not None
 
-    def reasoning_around_answers(self, prompt: str, *, calls: bool) -> Reasoning | None:
+    def reasoning_around_answers(self, prompt: str, *, calls: bool) -> ReasoningBounds | None:
         """Returns the reasoning that precedes the answers to a rendered prompt, and that a grammar leaves alone.
 
         With `calls`, the grammar is of calls. gpt-oss writes them in channels of their own.
         """
         if isinstance(self.shape, Harmony):
             if calls:
-                return Reasoning("<|end|>", "<|channel|>analysis<|message|>")
-            return Reasoning("<|channel|>final<|message|>", starts_inside=True)
+                return ReasoningBounds("<|end|>", "<|channel|>analysis<|message|>")
+            return ReasoningBounds("<|channel|>final<|message|>", starts_inside=True)
         marks = self.shape.reasoning
         if marks is None:
             return None
-        return Reasoning(marks.closing, marks.opening, self.begins_in_reasoning(prompt))
+        return ReasoningBounds(marks.closing, marks.opening, self.begins_in_reasoning(prompt))
 
     @property
     def marks(self) -> frozenset[str]:

@@ -64,7 +64,7 @@ def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice
     allowed = _enforceable([tool for tool in tools if not choice.names or tool.name in choice.names])
     if not format.has_calls or not allowed:
         return None
-    return _Grammar(format).of(allowed, parallel=choice.parallel)
+    return _GrammarWriter(format).of(allowed, parallel=choice.parallel)
 
 
 def call_or_answer_grammar(
@@ -78,7 +78,7 @@ def call_or_answer_grammar(
     openings = _openings(format)
     if openings is None or not tools:
         return None
-    grammar = _Grammar(format)
+    grammar = _GrammarWriter(format)
     if all(openings):
         return grammar.of_openings(openings, lark_of(answer, param))
     return grammar.of(_enforceable(tools), parallel=choice.parallel, answer=lark_of(answer, param))
@@ -105,7 +105,7 @@ def _enforceable(tools: Sequence[Tool]) -> list[Tool]:
     return [tool if tool.parameters is None else replace(tool, parameters=next(parameters)) for tool in tools]
 
 
-class _Grammar:
+class _GrammarWriter:
     def __init__(self, format: OutputFormat) -> None:
         self._format = format
         self._rules: list[str] = []

@@ -14,12 +14,12 @@ import re
 from rootstock.text.output.answer import MAX_HELD_CHARS, AnswerInProgress, Prose, copy_rest
 from rootstock.text.output.calls import MAX_HEADER_CHARS, CallInProgress, JsonReader, read_arguments
 from rootstock.text.output.formats import HARMONY_MARKS
-from rootstock.text.output.scanner import EndOfText, Malformed, Reading, Stops
+from rootstock.text.output.scanner import EndOfText, Malformed, Reading, StopStrings
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_BETWEEN = Stops([_START, _CHANNEL, *_ENDS])
-_HEADER = Stops([_MESSAGE, _START, *_ENDS])
+_BETWEEN = StopStrings([_START, _CHANNEL, *_ENDS])
+_HEADER = StopStrings([_MESSAGE, _START, *_ENDS])
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."

@@ -26,15 +26,15 @@ from rootstock.text.output.scanner import (
     Malformed,
     Reading,
     Scanner,
-    Stops,
+    StopStrings,
     finished,
     result_of,
 )
 
-_END_OF_WORD = Stops(",:)}] \t\r\n")
-_END_OF_KEY = Stops(":")
-_END_OF_NAME = Stops("({")
-_END_OF_KEYWORD = Stops("=")
+_END_OF_WORD = StopStrings(",:)}] \t\r\n")
+_END_OF_KEY = StopStrings(":")
+_END_OF_NAME = StopStrings("({")
+_END_OF_KEYWORD = StopStrings("=")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"} | {
     word: word for word in ("true", "false", "null")
 }
@@ -55,15 +55,17 @@ class Notation:
     quotes: tuple[str, ...]
     has_escapes: bool
     has_bare_keys: bool
-    ends: dict[str, Stops]  # of a string's text, by its quote
+    ends: dict[str, StopStrings]  # of a string's text, by its quote
 
     @classmethod
     def of_python(cls) -> Notation:
-        return cls(_PYTHON_QUOTES, True, False, {quote: Stops([quote, "\\"]) for quote in _PYTHON_QUOTES})
+        return cls(
+            _PYTHON_QUOTES, True, False, {quote: StopStrings([quote, "\\"]) for quote in _PYTHON_QUOTES}
+        )
 
     @classmethod
     def with_marks(cls, quote: str) -> Notation:
-        return cls((quote,), False, True, {quote: Stops([quote])})
+        return cls((quote,), False, True, {quote: StopStrings([quote])})
 
 
 PYTHON = Notation.of_python()

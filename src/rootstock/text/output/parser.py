@@ -31,7 +31,7 @@ from rootstock.text.output.formats import (
 )
 from rootstock.text.output.harmony import HarmonyReader
 from rootstock.text.output.literals import read_bare_key_call, read_pythonic_call
-from rootstock.text.output.scanner import EndOfText, Reading, Scanner, Stops
+from rootstock.text.output.scanner import EndOfText, Reading, Scanner, StopStrings
 from rootstock.text.output.tagged import TaggedReader
 
 
@@ -90,7 +90,7 @@ class _CallReader:
         self.openings = tuple(dict.fromkeys(each for each in (section[0], opening) if each))
         self._closings = tuple(each for each in (closing, section[1]) if each)
         self._marks = (*self.openings, *self._closings)
-        self._rest_stops = Stops(self._marks)
+        self._rest_stops = StopStrings(self._marks)
         self._tagged = TaggedReader(calls, self._marks) if isinstance(calls, TaggedCalls) else None
         # Models write calls in JSON within the markers of other formats, too.
         self._json = (
@@ -164,8 +164,8 @@ class _MarkedReader:
             if not openings:
                 self._bare = "[" if isinstance(shape.calls, PythonicCalls) else "{"
         marks = () if shape.reasoning is None else (shape.reasoning.opening, shape.reasoning.closing)
-        self._text_stops = Stops([*openings, *marks, *self._frame, self._bare])
-        self._reasoning_stops = Stops([*openings, *marks])
+        self._text_stops = StopStrings([*openings, *marks, *self._frame, self._bare])
+        self._reasoning_stops = StopStrings([*openings, *marks])
 
     def read(self, *, in_reasoning: bool) -> Reading[None]:
         try:

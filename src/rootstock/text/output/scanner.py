@@ -28,7 +28,7 @@ class EndOfText(Malformed):
     """The text ends within the form that is read."""
 
 
-class Stops:
+class StopStrings:
     """Strings to find. Of two that begin at one place, the longer one counts."""
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class Scanner:
                 return
             yield
 
-    def before(self, stops: Stops, give: Give, most_chars: int | None = None) -> Reading[str]:
+    def before(self, stops: StopStrings, give: Give, most_chars: int | None = None) -> Reading[str]:
         """Consumes and gives the text before the first of `stops`, and returns that, which is not consumed.
 
         Raises EndOfText after the last character, and Malformed after `most_chars` of them.

@@ -11,7 +11,7 @@ from rootstock.text.output.calls import (
     to_next_opening,
 )
 from rootstock.text.output.formats import TaggedCalls
-from rootstock.text.output.scanner import Malformed, Reading, Scanner, Stops
+from rootstock.text.output.scanner import Malformed, Reading, Scanner, StopStrings
 from rootstock.text.output.values import ValueWriter, types_of
 
 
@@ -21,10 +21,10 @@ class TaggedReader:
     def __init__(self, calls: TaggedCalls, marks: tuple[str, ...]) -> None:
         self._calls = calls
         self._marks = marks
-        self._ends_of_name = Stops([*calls.name_ends, calls.opening, "{"])
-        self._end_of_tag = Stops([calls.tag_end])
-        self._ends_of_key = Stops(calls.key_ends)
-        self._end_of_value = Stops([calls.value_closing])
+        self._ends_of_name = StopStrings([*calls.name_ends, calls.opening, "{"])
+        self._end_of_tag = StopStrings([calls.tag_end])
+        self._ends_of_key = StopStrings(calls.key_ends)
+        self._end_of_value = StopStrings([calls.value_closing])
 
     def read(self, scanner: Scanner, call: CallInProgress, *, known_only: bool) -> Reading[bool]:
         """Reads one call, after its opening, and the text up to the next one. Returns whether there is one."""

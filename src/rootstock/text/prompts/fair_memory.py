@@ -14,7 +14,7 @@ Key = tuple[str, bytes]  # the salt of a namespace, and a digest
 
 
 @dataclass(slots=True)
-class _Held(Generic[V]):
+class _OwnerValues(Generic[V]):
     """The values of one owner, the most recently used last."""
 
     values: OrderedDict[Key, tuple[V, int]] = field(default_factory=OrderedDict)
@@ -30,7 +30,7 @@ class FairMemory(Generic[V]):
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap_bytes = cap_bytes
-        self._owners: dict[str, _Held[V]] = {}
+        self._owners: dict[str, _OwnerValues[V]] = {}
         self._largest: list[tuple[int, str]] = []  # a heap of (-bytes, owner), some of them outdated
         self._lock = threading.Lock()
         self.held_bytes = 0
@@ -56,7 +56,7 @@ class FairMemory(Generic[V]):
             self._remove(owner, key)
             if nbytes > self._cap_bytes:
                 return
-            held = self._owners.setdefault(owner, _Held())
+            held = self._owners.setdefault(owner, _OwnerValues())
             held.values[key] = (value, nbytes)
             self._resize(owner, held, nbytes)
             while self.held_bytes > self._cap_bytes:
@@ -76,7 +76,7 @@ class FairMemory(Generic[V]):
             if not held.values:
                 del self._owners[owner]
 
-    def _resize(self, owner: str, held: _Held[V], nbytes: int) -> None:
+    def _resize(self, owner: str, held: _OwnerValues[V], nbytes: int) -> None:
         held.nbytes += nbytes
         self.held_bytes += nbytes
         heapq.heappush(self._largest, (-held.nbytes, owner))

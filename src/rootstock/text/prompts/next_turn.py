@@ -17,7 +17,7 @@ from rootstock.text.conversation.template import template_input
 from rootstock.text.conversation.types import (
     Conversation,
     Message,
-    Part,
+    MessagePart,
     Reasoning,
     Text,
     ToolCall,
@@ -62,14 +62,14 @@ def _continuations(conversation: Conversation, answer: WholeAnswer) -> Iterator[
     if not conversation.messages or conversation.messages[-1].role == "assistant":
         return  # the answer continues a message that the client began
     calls = answer.calls if conversation.tool_choice.parallel else answer.calls[:1]
-    parts: list[Part] = [Text(answer.text)] if answer.text or not calls else []
+    parts: list[MessagePart] = [Text(answer.text)] if answer.text or not calls else []
     parts += [ToolCall(call.id, call.name, call.arguments) for call in calls]
     next_one = Message("user", (Text(_WORD),))
     if calls:
         # The first result alone: no later text is known.
         next_one = Message("tool", (ToolResult(calls[0].id, (Text(_WORD),), calls[0].name),))
     for sends_reasoning in _sends_reasoning(conversation) if answer.reasoning else (False,):
-        reasoning: list[Part] = [Reasoning(answer.reasoning)] if sends_reasoning else []
+        reasoning: list[MessagePart] = [Reasoning(answer.reasoning)] if sends_reasoning else []
         yield [Message("assistant", (*reasoning, *parts)), next_one]
 
 

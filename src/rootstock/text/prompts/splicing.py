@@ -24,7 +24,7 @@ Encode = Callable[[int], Tokens]  # encodes a piece of the text, by its index
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplicedPart:
     """Consecutive pieces of a rendered text and their tokens."""
 
     text: str
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SplicedText:
-    parts: tuple[Part, ...]
+    parts: tuple[SplicedPart, ...]
     place: AnswerPlace
     sampled_tokens: int  # ids that come from answers
     restored_calls: int  # calls with the serialization that the model wrote
@@ -55,7 +55,7 @@ class Asker:
 
 def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: Asker) -> SplicedText:
     """Encodes the pieces of a rendered text, one by one, or several at once from a remembered answer."""
-    parts: list[Part] = []
+    parts: list[SplicedPart] = []
     before = xxhash.xxh3_128()  # of the text before the next piece
     sampled = calls = at = 0
     digest = before.digest()
@@ -67,10 +67,10 @@ def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: As
             if other is not None and (found is None or other.chars > found.chars):
                 found = other
         if found is None:
-            part, count = Part(pieces[at], encode(at), is_spliced=False), 1
+            part, count = SplicedPart(pieces[at], encode(at), is_spliced=False), 1
         else:
             count = found.pieces
-            part = Part("".join(pieces[at : at + count]), found.tokens, is_spliced=True)
+            part = SplicedPart("".join(pieces[at : at + count]), found.tokens, is_spliced=True)
             sampled += found.sampled
             calls += found.calls
         parts.append(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rootstock.cache.keys import Kind
+from rootstock.cache.keys import RecordKind
 from rootstock.tiers.base import Entry
 
 
@@ -46,12 +46,12 @@ class NamespaceContent:
     records: int = 0
     stored_bytes: int = 0
 
-    def bits(self, kind: Kind) -> int:
+    def bits(self, kind: RecordKind) -> int:
         """Returns the bits of `PrefixNode.families` for states, or for windows and chunks."""
         return sum(
             1 << bit
             for bit, name in enumerate(self.families)
-            if name != "full" and (name in self.states) == (kind is Kind.STATE)
+            if name != "full" and (name in self.states) == (kind is RecordKind.STATE)
         )
 
     @property
@@ -129,8 +129,8 @@ class Prefixes:
         families = checkpoints = own_bytes = shared_bytes = 0
         last_use_s, uses = leaf.last_use_s, leaf.uses
         names = leaf.content.families
-        states = leaf.content.bits(Kind.STATE)
-        windows = leaf.content.bits(Kind.BLOCKS)
+        states = leaf.content.bits(RecordKind.STATE)
+        windows = leaf.content.bits(RecordKind.BLOCKS)
         after: PrefixNode | None = None
         for node in leaf.path():
             families |= node.families
@@ -161,7 +161,7 @@ class Prefixes:
             content = self.namespaces[identity.namespace] = NamespaceContent(identity.namespace)
         if identity.family not in content.families:
             content.families.append(identity.family)
-        if identity.kind is Kind.STATE:
+        if identity.kind is RecordKind.STATE:
             content.states.add(identity.family)
         content.dtypes.add(identity.dtype)
         content.records += 1

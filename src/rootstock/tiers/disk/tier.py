@@ -53,11 +53,11 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Retention, Row, is_damage
+from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
-    Place,
+    RecordLocation,
     decode_identity,
     difference,
     encode,
@@ -67,7 +67,7 @@ from rootstock.tiers.disk.record import (
 )
 from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
 from rootstock.tiers.disk.segments import Segments, segment_number
-from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, DiskUsage, measure, remove_foreign
 from rootstock.units import MIB, in_units
 
 _log = logging.getLogger(__name__)
@@ -358,7 +358,7 @@ class DiskTier:
                 retention = self._retention(record.keep, until_s, record.stored_bytes + kept_bytes)
             kept_bytes += record.stored_bytes if retention is not NO_RETENTION else 0
             rows.append(
-                Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
+                IndexRow(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
             )
         self._segments.sync()
         self._index.insert(rows)
@@ -412,7 +412,7 @@ class DiskTier:
             self._strike(key, place)
         return result
 
-    def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
+    def _find_and_open(self, key: RecordKey) -> tuple[RecordLocation, int | OSError] | None:
         """Finds a record and opens its file. Both under the lock, so that no compaction comes in between."""
         with self._index.lock:
             row = self._index.find(key)
@@ -427,7 +427,9 @@ class DiskTier:
         with suppress(OSError):
             self._files.close(fd)
 
-    def _read(self, fd: int, place: Place, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    def _read(
+        self, fd: int, place: RecordLocation, asked: Identity, into: Sequence[Buffer] | None
+    ) -> LoadResult:
         head = read_head(self._files, fd, place)
         if isinstance(head, Miss):
             return head
@@ -442,7 +444,7 @@ class DiskTier:
         damage = read_payload(self._files, fd, place, head, views)
         return damage or Loaded(tuple(views), "disk")
 
-    def _strike(self, key: RecordKey, place: Place) -> None:
+    def _strike(self, key: RecordKey, place: RecordLocation) -> None:
         """Quarantines a record: deletes its row. Its bytes are dead until their segment is removed."""
         try:
             struck = self._index.delete_at(key, place)
@@ -492,7 +494,7 @@ class DiskTier:
         with self._counting:
             self._keeps |= {key: (now_s + keep.lasts_s, keep) for key, keep in keeps.items()}
 
-    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> Retention:
+    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> StoredGrant:
         """Returns the retention that the tenant's share has room for: all of it or none."""
         tenant = xxhash.xxh3_64_intdigest(keep.tenant.encode("utf-8", "surrogatepass")) >> 1
         kept = self._index.kept
@@ -501,7 +503,7 @@ class DiskTier:
             self._index.forget_ended_retention(self._use_time_s())
         if until_s <= 0 or not kept.has_room(tenant, stored_bytes):
             return NO_RETENTION
-        return Retention(until_s, keep.priority, tenant)
+        return StoredGrant(until_s, keep.priority, tenant)
 
     def entries(self) -> Iterator[Entry]:
         """Yields every record's entry, each after the entries of its prefix, without reading payloads.
@@ -559,7 +561,7 @@ class DiskTier:
             self._index_fault(error)
         return Verified(records, stored_bytes, tuple(failures))
 
-    def _check(self, row: Row) -> Miss | None:
+    def _check(self, row: IndexRow) -> Miss | None:
         identity = _identity_of(row)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
@@ -601,7 +603,7 @@ class DiskTier:
         stored_bytes = self.counts.stored_bytes
         return self.written_bytes / stored_bytes if stored_bytes else 1.0
 
-    def usage(self) -> Usage:
+    def usage(self) -> DiskUsage:
         """Measures the directory. Raises OSError and sqlite3.Error."""
         return self._room.usage()
 
@@ -685,8 +687,8 @@ class DiskTier:
     def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
         """Evicts these records of a segment and copies the others to the open one. Their rows refer to the copies
         once these are synced. Damaged records are quarantined instead. Afterwards the segment is dead."""
-        moves: list[tuple[Row, Place]] = []
-        damaged: list[Row] = []
+        moves: list[tuple[IndexRow, RecordLocation]] = []
+        damaged: list[IndexRow] = []
         going = set(lost)
         fd = self._files.open_read(self._segments.path(number))
         try:
@@ -712,14 +714,14 @@ class DiskTier:
         for row in damaged:
             self._strike(row.key, row.place)
 
-    def _copy(self, fd: int, row: Row) -> Encoded | Miss:
+    def _copy(self, fd: int, row: IndexRow) -> Encoded | Miss:
         identity = decode_identity(row.identity)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
         loaded = self._read(fd, row.place, identity, None)
         return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
 
-    def _tell_what_the_start_removed(self, found: Usage) -> None:
+    def _tell_what_the_start_removed(self, found: DiskUsage) -> None:
         """Warns of records that had to go for --disk-budget before the first request. They may be another model's:
         records of all models in a directory share its budget."""
         if found.charged_bytes <= self._room.budget.usable_bytes:
@@ -771,7 +773,7 @@ def _next_number(files: Files, folder: Path, index: Index) -> int:
     return 1 + max([0, *numbers, *index.live_bytes()])
 
 
-def _identity_of(row: Row) -> Identity | None:
+def _identity_of(row: IndexRow) -> Identity | None:
     """Decodes a row's identity. Returns None if the row is damaged."""
     identity = decode_identity(row.identity)
     return None if identity is None or identity.key != row.key else identity
