@@ -32,7 +32,6 @@ from property.simulated_tier import (
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.hints import CacheHints, RetentionWish
-from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.pins import Pinned
 from rootstock.cache.radix_node import Boundary, CheckpointKind
@@ -59,6 +58,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.engine.sequence import Sequence
+from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Runtime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
@@ -524,7 +524,7 @@ def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
         engine.work_idly()
 
 
-class Guesses:
+class Guesses(Proposer):
     """Proposer of right, wrong and partly right drafts, also beyond the end of the answer. A seed gives always the
     same."""
 
@@ -557,14 +557,8 @@ class Guesses:
         draft[: len(right)] = right
         return draft
 
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        pass
-
-    def ended(self, sequence: Sequence, lease: Lease) -> None:
+    def completed(self, sequence: Sequence, lease: Lease) -> None:
         assert len(lease.tokens) == len(sequence.request.tokens) + max(0, len(sequence.generated) - 1)
-
-    def forget(self, namespace: Namespace | None = None) -> None:
-        pass
 
 
 def _faults(rng: np.random.Generator, seed: int, lost_share: float = LOST_SHARE) -> Callable[[Batch], None]:
