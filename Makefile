@@ -7,7 +7,7 @@ MODEL ?=
 ID ?=
 ARGS ?=
 
-.PHONY: setup check test bench demo serve show soak docs clean
+.PHONY: setup check test bench mac-report demo serve show soak docs clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python bench/show/k1_way_of_a_request.py
 
 # A process per processor, four at most: each of them loads torch and models. ARGS are further arguments for pytest.
 test: setup
@@ -37,10 +38,16 @@ demo: setup
 serve: setup
 	$(BIN)/rootstock serve $(MODEL)
 
-# Workloads in every state of the cache, then the side-by-sides with others' code (an hour at most).
+# Workloads in every state of the cache with a plot, then the side-by-sides with others' code (an hour at most).
 bench: setup
 	$(BIN)/rootstock bench --workload agents,chat,fewshot,burst --out bench/results
+	$(BIN)/python bench/plot_rows.py bench/results
 	$(BIN)/python bench/side_by_sides.py --out bench/results
+
+# Measures the MLX runtime on this Mac, in 10 to 20 minutes: a new file mlx-report.jsonl, to attach to an issue. Nothing is
+# sent. ARGS are the script's: another file's name, --model DIR, or --small, which takes a minute or two without a Mac, too.
+mac-report: setup
+	$(BIN)/python bench/mac/mlx_report.py $(ARGS)
 
 # `make show ID=A1` runs one acceptance script of bench/show or tests/soak, `make show` all of them. ARGS are its options.
 show: setup

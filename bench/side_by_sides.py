@@ -21,7 +21,8 @@ sys.path.insert(0, str(HERE / "show"))
 
 from run import Outcome, available_scripts, print_summary, run  # noqa: E402  # found by the line above
 
-from rootstock.bench.machine import this_machine, this_source  # noqa: E402
+from rootstock.cli.machine import this_machine  # noqa: E402
+from source import this_source  # noqa: E402
 
 SPEED = "D"
 EXACTNESS = "D8"  # runs the tests, measures nothing
@@ -72,7 +73,7 @@ def plot(row: dict[str, Any], path: Path) -> bool:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'rootstock[bench]')")
+        print("no picture: matplotlib is not installed (make setup)")
         return False
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -135,7 +135,7 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 # -------------------------------------------------------------- models of long chats, of every kind of family
 
-CHAT_TEMPLATE = Path(__file__).parent / "engine/prompts/templates/qwen3.jinja"
+CHAT_TEMPLATE = Path(__file__).parent / "text/prompts/templates/qwen3.jinja"
 CHAT_VOCAB = 512
 CHAT_WINDOW = 64
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -83,7 +83,7 @@ def really_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_host_of_grammars() -> Iterator[None]:
     """Keeps the process that compiles grammars, once it has started, for all tests of this process."""
-    from rootstock.engine.constraints.host import HOST
+    from rootstock.text.constraints.host import HOST
 
     with HOST.used():
         yield

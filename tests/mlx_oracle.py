@@ -19,7 +19,7 @@ from rootstock.cache.types import Tokens
 from rootstock.errors import PoolsLost
 from rootstock.runtime.base import Batch, Logits, ModelDescription
 from rootstock.runtime.mlx.modes import choose_mode
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import own_logits
 from rootstock.runtime.mlx.survey import survey
 from twins import mlx_models
@@ -62,7 +62,7 @@ class TinyModel:
     """A model that was loaded once for the process. Its runtimes have pools of their own."""
 
     model: nn.Module
-    served: Served
+    served: MlxExecution
     linears: int  # calls of linear layers in a forward
 
     @property
@@ -92,7 +92,7 @@ def tiny_model(kind: str, vocab_size: int) -> TinyModel:
         lazy_states=True,
     )
 
-    def make(served: Served) -> MlxRuntime:
+    def make(served: MlxExecution) -> MlxRuntime:
         return MlxRuntime(model, served)
 
     served = choose_mode(model, layout, description, make, lambda done: None)

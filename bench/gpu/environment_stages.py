@@ -21,7 +21,7 @@ TESTS = (
     "tests/runtime/torch/test_compiled_kernel.py",
     "tests/kernels/test_triton_attention.py",
 )
-OPTIONAL = {"matplotlib", "openai"}  # of the pictures and the demo
+OPTIONAL = {"openai"}  # of the demo
 
 
 def environment(bench: Bench) -> Iterator[Row]:

@@ -21,7 +21,8 @@ from collections import deque
 import numpy as np
 from common import argument_parser, at_least, at_most, conclude
 
-from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache import FullAttention, Namespace
+from rootstock.cache.kv_cache import KVCache  # as the engine uses it: without checks of arguments
 from rootstock.cache.lease import Admitted, ReleaseReason
 from rootstock.cache.types import Tokens
 

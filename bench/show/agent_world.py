@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 import rootstock.engine.engine as engine_module
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import template_input
-from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import template_input
+from rootstock.text.prompts.text_alignment import shared
 
 Tokens = NDArray[np.int32]
 Json = dict[str, Any]

@@ -30,14 +30,14 @@ from common import argument_parser, at_least, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import template_input
-from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
-from rootstock.engine.prompts.text_alignment import shared
-from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.model_card import bytes_per_checkpoint
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import template_input
+from rootstock.text.prompts.boundaries import boundaries_of
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
+from rootstock.text.prompts.text_alignment import shared
+from rootstock.text.tokenizer import HFTokenizer
 
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
 RULES = prose_of(random.Random(1), 150)

@@ -32,8 +32,8 @@ import torch
 from common import argument_parser, at_least, conclude
 from llamas import VOCAB, say, write_llama
 
+from engine_target import EngineTarget
 from rootstock.bench.play import play
-from rootstock.bench.targets import EngineTarget
 from rootstock.bench.workloads import Sizes, Workload, make_workload
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine

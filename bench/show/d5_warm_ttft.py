@@ -29,11 +29,11 @@ from rootstock.config import CacheConfig, ModelConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Finished, TokenEvent
-from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch.runner import load_model
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.text.tokenizer import HFTokenizer
 
 SHOW = "D5"
 CACHED_TOKENS = 4096

@@ -16,7 +16,8 @@ import torch
 from llamas import VOCAB
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rootstock.bench.workloads import Workload, as_tokens
+from engine_target import as_tokens
+from rootstock.bench.workloads import Workload
 
 Clock = Callable[[], float]  # seconds
 

@@ -25,11 +25,11 @@ from typing import Any
 
 from common import argument_parser, at_least, at_most, conclude, exactly
 
-from engine.output import answers
-from rootstock.engine.output.deltas import CallEnded, source
-from rootstock.engine.output.formats import OutputFormat
-from rootstock.engine.output.parser import OutputParser
-from rootstock.engine.output.writing import written
+from rootstock.text.output.deltas import CallEnded, source
+from rootstock.text.output.formats import OutputFormat
+from rootstock.text.output.parser import OutputParser
+from rootstock.text.output.writing import written
+from text.output import answers
 
 HOSTILE = (
     "<tool_call>",

@@ -39,15 +39,15 @@ from common import argument_parser, at_least, at_most, conclude, could_not, exac
 from real_tools import install, real_schemas
 from tool_schemas import tool_schemas
 
-from rootstock.engine.constraints.asked import Constraint
-from rootstock.engine.constraints.compiled import CompiledConstraint
-from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.constraints.json_schema import json_schema_of
-from rootstock.engine.constraints.progress import AnswerProgress, Masked
 from rootstock.engine.request import Request, RequestId, ResolvedSampling, StopParams
 from rootstock.engine.sampling import Sampler
 from rootstock.errors import RequestError
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.text.constraints.asked import Constraint
+from rootstock.text.constraints.compiled import CompiledConstraint
+from rootstock.text.constraints.compiler import ConstraintCompiler
+from rootstock.text.constraints.json_schema import json_schema_of
+from rootstock.text.constraints.progress import AnswerProgress, Masked
 
 SHOW = "G4"
 DRAFTS = {"draft7": "http://json-schema.org/draft-07/schema#", "draft2020-12": None}
@@ -297,7 +297,7 @@ def step_cost(folder: Path, pairs: int) -> dict[str, Any]:
     from our_side import Ours
 
     from rootstock.config import EngineConfig
-    from rootstock.engine.tokenizer import HFTokenizer
+    from rootstock.text.tokenizer import HFTokenizer
 
     path = write_streaming_llama(folder / "80m")
     tokenizer = HFTokenizer.load(str(path))

@@ -45,13 +45,13 @@ from rootstock.cache.lease import Admitted, ReleaseReason
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.server.app import create_app
 from rootstock.server.dashboard.feed import Feed
 from rootstock.server.dashboard.views import Names, Texts, View
 from rootstock.server.listen import running
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
+from rootstock.text.prompts.salt import salt_of
 
 SHOW = "H1"
 NODES = 100_000

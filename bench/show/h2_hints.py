@@ -35,7 +35,7 @@ from common import argument_parser, at_most, conclude
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.hints import GREATEST_PRIORITY, MAX_TTL_S, CacheHints, Retention
+from rootstock.cache.hints import GREATEST_PRIORITY, MAX_TTL_S, CacheHints, RetentionWish
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
@@ -239,7 +239,7 @@ def no_hints(client: Client, turn: Turn) -> None:
 
 
 def ttl_and_session(client: Client, turn: Turn) -> CacheHints:
-    kept = () if turn.is_last else (Retention("ttl", ttl_s=2 * turn.expected_s),)
+    kept = () if turn.is_last else (RetentionWish("ttl", ttl_s=2 * turn.expected_s),)
     return CacheHints(client.tenant, client.session_name, "session", turn.is_last, kept)
 
 
@@ -248,7 +248,7 @@ def session_alone(client: Client, turn: Turn) -> CacheHints:
 
 
 def ttl_alone(client: Client, turn: Turn) -> CacheHints:
-    return CacheHints(client.tenant, retentions=(Retention("ttl", ttl_s=2 * turn.expected_s),))
+    return CacheHints(client.tenant, retentions=(RetentionWish("ttl", ttl_s=2 * turn.expected_s),))
 
 
 def agents(
@@ -297,7 +297,7 @@ def greedy_turns(rng: np.random.Generator) -> Iterator[Turn]:
 
 
 def greedy_hints(client: Client, turn: Turn) -> CacheHints:
-    kept = (Retention("ttl", ttl_s=MAX_TTL_S, priority=GREATEST_PRIORITY),)
+    kept = (RetentionWish("ttl", ttl_s=MAX_TTL_S, priority=GREATEST_PRIORITY),)
     return CacheHints(client.tenant, client.session_name, "session", False, kept)
 
 

@@ -41,7 +41,8 @@ from peers import PeerProcess, free_port
 from transformers import AutoTokenizer
 
 from checkpoints import chat_fields
-from rootstock.bench.workloads import SIZES, LeastPossible, Workload, as_text, make_workload
+from least_possible import LeastPossible
+from rootstock.bench.workloads import SIZES, Workload, as_text, make_workload
 
 SHOW = "I8"
 KV_BUDGET = "1GiB"

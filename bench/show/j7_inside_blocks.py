@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from common import argument_parser, at_least, conclude, exactly
 
-from rootstock.bench.workloads import as_tokens, make_workload
+from engine_target import as_tokens
+from rootstock.bench.workloads import make_workload
 from rootstock.cache import Admitted, Deferred, FullAttention, KVCache, Namespace, ReleaseReason
 
 SHOW = "J7"

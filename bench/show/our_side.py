@@ -17,8 +17,8 @@ import numpy as np
 from llamas import VOCAB
 
 from asking import greedy
+from engine_target import EngineTarget
 from rootstock.bench.play import play
-from rootstock.bench.targets import EngineTarget
 from rootstock.bench.workloads import Workload
 from rootstock.cache import KVCache
 from rootstock.cache.block_pool import NO_BLOCKS

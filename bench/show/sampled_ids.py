@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from engine.helpers import Bench
-from engine.prompts.chat_tokenizers import template_of
-from engine.prompts.test_splicing import TOOLS, VISIBLE, hf_tokenizer, id_of, own_tokens, token_of
-from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
-from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
+from rootstock.text.prompts.text_alignment import shared
+from text.prompts.chat_tokenizers import template_of
+from text.prompts.test_splicing import TOOLS, VISIBLE, hf_tokenizer, id_of, own_tokens, token_of
 
 Message = dict[str, Any]
 END = "<|im_end|>"

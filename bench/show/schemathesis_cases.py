@@ -49,8 +49,6 @@ MOST_EVENTS = 100_000  # of a stream: schemathesis would read 100
 MOST_SHOWN = 5  # failures of an operation
 OF_STORED = "/v1/responses/{id}"  # the beginning of the paths of stored responses
 
-schemathesis.serializer.alias("application/vnd.rootstock.bundle", "application/octet-stream")
-
 Json = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 

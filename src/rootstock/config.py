@@ -316,10 +316,6 @@ class ServerConfig:
     drop_volatile: bool = True  # drop lines of known clients that change the head of every prompt
     media: str = "mention"  # "mention": the prompt has a line of text for an image; "refuse": status 400
     max_body_bytes: int = 16 * MIB  # of one request
-    # Key that signs exported bundles of prefixes, and whose signature imported ones need. None: none is signed.
-    bundle_key: bytes | None = field(default=None, repr=False)
-    unsigned_imports: bool = False  # take bundles without a signature, too
-    max_bundle_bytes: int = GIB
     max_connections: int = 2048
     # File of the Responses API's store; None: in memory, until the server stops.
     responses_file: Path | None = None
@@ -360,8 +356,6 @@ class ServerConfig:
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
         if self.max_body_bytes < KIB:
             raise InvalidOption("--max-body", self.max_body_bytes, "at least 1KiB")
-        if self.max_bundle_bytes < KIB:
-            raise InvalidOption("--max-bundle", self.max_bundle_bytes, "at least 1KiB")
         if self.responses_budget_bytes < MIB:
             raise InvalidOption("--responses-budget", self.responses_budget_bytes, "at least 1MiB")
         if not (0 <= self.metrics_tenants <= MAX_METRICS_TENANTS):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rootstock.bench.agents import Answered, Asked, FirstToken, GaveUp, Progress, Sent, run_agents
-from rootstock.bench.demo import Round, requests_table, savings, summary
+from rootstock.bench.demo import DemoRound, requests_table, savings, summary
 from rootstock.bench.scenario import AGENTS
 from rootstock.bench.serving import READY, ServerProcess
 from rootstock.cli.main import ready_line
@@ -23,8 +23,8 @@ from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, unused_port
 
 
-def round_of(title: str, text: str = "yes", *, missed_tokens: int = 100) -> Round:
-    found = Round(title, wall_s=2.0)
+def round_of(title: str, text: str = "yes", *, missed_tokens: int = 100) -> DemoRound:
+    found = DemoRound(title, wall_s=2.0)
     asked = Asked("writer", 1)
     found.take(Sent(asked))
     found.take(FirstToken(asked, 0.5))
@@ -56,10 +56,10 @@ def test_an_answer_that_both_rounds_lack_is_a_difference() -> None:
 
 
 def test_the_table_can_be_drawn_before_during_and_after() -> None:
-    assert "waits" not in _shown(requests_table(AGENTS, Round("with"), Round("without")))
-    during = Round("with")
+    assert "waits" not in _shown(requests_table(AGENTS, DemoRound("with"), DemoRound("without")))
+    during = DemoRound("with")
     during.take(Sent(Asked("writer", 1)))
-    assert "waits" in _shown(requests_table(AGENTS, during, Round("without")))
+    assert "waits" in _shown(requests_table(AGENTS, during, DemoRound("without")))
     assert "500 ms" in _shown(requests_table(AGENTS, round_of("with"), round_of("without")))
 
 

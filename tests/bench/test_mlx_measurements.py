@@ -1,4 +1,4 @@
-"""Measurements of `rootstock bench --mlx-report` on the CPU, and with the Metal kernel's source run as C++."""
+"""Measurements of the report of a Mac on the CPU, and with the Metal kernel's source run as C++."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_measurements as measured
 import numpy as np
 import pytest
+from isolated import Figures, Job, Skipped, run_case
+from mlx_measurements import MEASUREMENTS, FixedSplits
+from mlx_report import COMMAND, FULL, SMALL, all_cases
 
 from kernels.metal.emulation import COMPILER, Emulation
-from rootstock.bench import mlx_measurements as measured
-from rootstock.bench.isolated import Figures, Job, Skipped, run_case
-from rootstock.bench.mlx_measurements import MEASUREMENTS, FixedSplits
-from rootstock.bench.mlx_report import FULL, SMALL, all_cases
-from rootstock.kernels.metal.launch import Heads, StepRows
+from rootstock.kernels.metal.launch import AttentionHeads, StepRows
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from twins import mlx_models
 
@@ -110,8 +110,6 @@ def test_without_metal_its_cases_are_skipped(measurement: str) -> None:
 
 
 def test_a_real_case_runs_in_its_own_process() -> None:
-    from rootstock.bench.mlx_report import COMMAND
-
     outcome = run_case(Job("device", {}, GIB), COMMAND)
     assert outcome.error is None
     assert outcome.figures["sum"] == 499500
@@ -197,7 +195,7 @@ def test_a_step_and_a_suffix_by_the_kernel(tmp_path: Path) -> None:
 
 def test_splits_are_as_many_as_asked() -> None:
     rows = StepRows(np.arange(8, dtype=np.int32)[None], *np.array([[0], [0], [256]], np.int32), block_size=32)
-    heads = Heads(8, 2, 64, 64)
+    heads = AttentionHeads(8, 2, 64, 64)
     assert [rows.launch(heads, FixedSplits(number=number)).splits for number in (1, 4, 64)] == [1, 4, 64]
 
 

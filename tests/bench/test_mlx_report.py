@@ -1,4 +1,4 @@
-"""`rootstock bench --mlx-report`: rows of cases that succeed, fail, crash and hang, and texts without names."""
+"""The report of a Mac (`make mac-report`): rows of cases that succeed, fail, crash or hang; texts without names."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx_report
 import pytest
+from isolated import Job, Outcome, run_case
+from mlx_report import FULL, SMALL, ReportConfig, Sizes, published, run_mlx_report
 from rich.console import Console
+from scrub import scrubber
 
-from rootstock.bench import mlx_report
-from rootstock.bench.isolated import Job, Outcome, run_case
-from rootstock.bench.mlx_report import FULL, SMALL, ReportConfig, Sizes, published, run_mlx_report
-from rootstock.bench.scrub import scrubber
 from rootstock.errors import InvalidOption, StartupError
 
 GIB = 1 << 30
+MAC = str(mlx_report.HERE)
 QUICK = replace(SMALL, rows=(1,), decodes=(0,), kernel_shapes=1)
 # Measurements without MLX, most of which succeed.
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from rootstock.bench.isolated import Skipped, serve_case
+sys.path.insert(0, MAC)
+from isolated import Skipped, serve_case
 
 def good(job):
     yield {"first": 1.23456789, "case": dict(job.case)}
@@ -75,7 +77,7 @@ def command(tmp_path: Path, **changes: str) -> list[str]:
     """Returns a command for cases. `changes`: functions of SCRIPT by measurement."""
     script = tmp_path / "measurements.py"
     of_names = ", ".join(f"{name.replace('_', ' ')!r}: {function}" for name, function in changes.items())
-    script.write_text(SCRIPT.replace("CHANGES", f"{{{of_names}}}"))
+    script.write_text(SCRIPT.replace("CHANGES", f"{{{of_names}}}").replace("MAC", repr(MAC)))
     return [sys.executable, str(script)]
 
 
@@ -229,7 +231,7 @@ def test_without_mlx_the_error_tells_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_report, "is_installed", lambda runtime: False)
-    with pytest.raises(StartupError, match=r"pip install 'rootstock\[mlx\]'"):
+    with pytest.raises(StartupError, match="make setup"):
         run_mlx_report(ReportConfig(tmp_path / "report.jsonl"))
     assert not list(tmp_path.iterdir())
 
@@ -243,7 +245,8 @@ def test_texts_have_no_paths_and_no_names() -> None:
     told = scrub(
         f"{home}/a b\n{home} {user.upper()}@{host}: '/Volumes/My Disk/secret model/config.json' secret-model\n"
         f'  File "{home}/venv/lib/python3.12/site-packages/mlx_lm/utils.py", line 3\n'
-        f"  at {home}/src/rootstock/bench/isolated.py:12 in run\n/Volumes/My Disk/secret model is private ~/x/y"
+        f"  at {home}/src/rootstock/units.py:12 in run\n  at {home}/bench/mac/isolated.py:9 in run\n"
+        f"/Volumes/My Disk/secret model is private ~/x/y"
     )
     for private in (home, "secret", "Disk", "venv", "/src/", "~/x"):
         assert private not in told
@@ -254,7 +257,8 @@ def test_texts_have_no_paths_and_no_names() -> None:
         '"lib/python3.12/site-packages/mlx_lm/utils.py", line 3' in told
         or '"site-packages/mlx_lm/utils.py", line 3' in told
     )
-    assert "at rootstock/bench/isolated.py:12 in run" in told
+    assert "at rootstock/units.py:12 in run" in told
+    assert "at bench/mac/isolated.py:9 in run" in told
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.output.templates import TemplateTokenizer
 from rootstock.bench.scenario import AGENTS, TOOLS, add_step, first_messages
 from rootstock.bench.tiny_model import (
     CHAT_TEMPLATE,
@@ -17,11 +16,12 @@ from rootstock.bench.tiny_model import (
     ensure_tiny_model,
     user_cache_folder,
 )
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import template_input
-from rootstock.engine.output.detect import detect
-from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import template_input
+from rootstock.text.output.detect import detect
+from rootstock.text.tokenizer import HFTokenizer
+from text.output.templates import TemplateTokenizer
 
 SMALL = TinyModelSpec(
     vocab_size=600, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, corpus_lines=200

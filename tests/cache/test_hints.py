@@ -11,7 +11,7 @@ import pytest
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, Retention, Verdict
+from rootstock.cache.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
 from rootstock.cache.lease import ReleaseReason
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
@@ -37,7 +37,7 @@ def make(
 def kept(
     ttl_s: float | None = None, end: int | None = None, priority: int = 0, tenant: str = ""
 ) -> CacheHints:
-    return CacheHints(tenant, retentions=(Retention("field", end, ttl_s, priority),))
+    return CacheHints(tenant, retentions=(RetentionWish("field", end, ttl_s, priority),))
 
 
 def prompt(number: int, tokens: int = 16) -> np.ndarray:
@@ -267,7 +267,9 @@ def test_an_endless_time_to_live_is_clipped() -> None:
 @pytest.mark.behaviour(27)
 def test_hints_beyond_their_number_are_refused() -> None:
     cache = make(Clock())
-    many = CacheHints(retentions=tuple(Retention(f"field{i}", 4, 300.0) for i in range(3 * MAX_RETENTIONS)))
+    many = CacheHints(
+        retentions=tuple(RetentionWish(f"field{i}", 4, 300.0) for i in range(3 * MAX_RETENTIONS))
+    )
     lease = run(cache, prompt(1), hints=many)
     verdicts = [each.verdict for each in lease.hint_outcomes]
     assert verdicts == [Verdict.ACCEPTED] * MAX_RETENTIONS + [Verdict.REFUSED] * MAX_RETENTIONS
@@ -483,7 +485,7 @@ def test_tenants_whose_every_request_has_hints_do_not_starve_one_without(
         clock.now += 1
         tenant = f"tenant {number % rivals}"
         namespace = Namespace("weights", "float32", salt=tenant)
-        hints = CacheHints(tenant, retentions=(Retention("field", None, ttl_s, priority),))
+        hints = CacheHints(tenant, retentions=(RetentionWish("field", None, ttl_s, priority),))
         run(cache, prompt(10 + number), hints=hints, namespace=namespace)
         if number % 2 == 1:
             run(cache, prompt(1), namespace=OTHER)

@@ -7,7 +7,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from cache.test_hints import Clock, fill, make, prompt
-from rootstock.cache.hints import CacheHints, Retention, Verdict
+from rootstock.cache.hints import CacheHints, RetentionWish, Verdict
 from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.sessions import (
     FIRST_PAUSE_S,
@@ -16,7 +16,7 @@ from rootstock.cache.sessions import (
     MAX_SESSIONS,
     MAX_TENANTS,
     Pauses,
-    Sessions,
+    SessionTable,
 )
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE
@@ -90,7 +90,7 @@ def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
 def test_a_retention_hint_of_the_last_request_outlives_its_session() -> None:
     clock = Clock()
     cache = make(clock)
-    ending = CacheHints("", "agent", "session", True, (Retention("field", 8, 300.0),))
+    ending = CacheHints("", "agent", "session", True, (RetentionWish("field", 8, 300.0),))
     run(cache, prompt(1), hints=ending)
     fill(cache, clock)
     assert hit(cache, prompt(1)) == 8
@@ -202,7 +202,7 @@ def test_of_two_sessions_the_one_with_the_longer_call_loses_its_place(slow: int)
     cache = make(clock, 20, retained_share=0.4)  # room for one of them
 
     def ask(number: int, upto: int, ttl_s: float) -> None:
-        kept = (Retention("ttl", ttl_s=ttl_s),)
+        kept = (RetentionWish("ttl", ttl_s=ttl_s),)
         hints = CacheHints("", f"agent {number}", "session", retentions=kept)
         run(cache, turn(number, upto), hints=hints)
 
@@ -219,7 +219,7 @@ def test_of_two_sessions_the_one_with_the_longer_call_loses_its_place(slow: int)
 
 @pytest.mark.behaviour(27)
 def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
-    sessions = Sessions()
+    sessions = SessionTable()
     for now in (0.0, 300.0, 600.0):
         known = sessions.begin("a", "known", now)
         sessions.end(known.id, now, comes_back=False)
@@ -231,7 +231,7 @@ def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
 
 @pytest.mark.behaviour(27)
 def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
-    sessions = Sessions()
+    sessions = SessionTable()
     first = sessions.begin("a", "0", 0.0)
     sessions.begin("b", "0", 0.0)
     for number in range(1, MAX_SESSIONS + 1):
@@ -249,7 +249,7 @@ def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
 def test_the_number_of_all_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenants with the oldest requests lose sessions first, also one whose last session has ended."""
     monkeypatch.setattr("rootstock.cache.sessions.MAX_ALL_SESSIONS", 6)
-    sessions = Sessions()
+    sessions = SessionTable()
     sessions.begin("ended", "0", 0.0)
     sessions.forget("ended", "0")
     for tenant in ("old", "new"):

@@ -17,7 +17,7 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cache.keys import Identity, Kind, Namespace, Scope, identify
+from rootstock.cache.keys import Identity, Namespace, RecordKind, Scope, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import Tokens
 
@@ -34,7 +34,7 @@ class Disk(StoredIndex):
 
     def put(self, family: Family, tokens: Tokens, start: int, namespace: Namespace = NAMESPACE) -> Identity:
         """Adds the family's memory of tokens[start:], or its state after them."""
-        kind = Kind.STATE if isinstance(family, RecurrentState) else Kind.BLOCKS
+        kind = RecordKind.STATE if isinstance(family, RecurrentState) else RecordKind.BLOCKS
         identity = identify(namespace, family.name, family.layers, namespace.kv_dtype, kind, tokens, start)
         self.add(identity)
         return identity
@@ -177,7 +177,7 @@ def test_an_equal_digest_with_other_tokens_is_not_hit() -> None:
     """Adds another record under the digest of this position, as a collision would."""
     disk = Disk([FULL], SIZE)
     first = disk.put(FULL, PROMPT[:4], 0)
-    wrong = identify(NAMESPACE, "full", 2, "float32", Kind.BLOCKS, ints(7, 7, 7, 7, 8, 8), 4)
+    wrong = identify(NAMESPACE, "full", 2, "float32", RecordKind.BLOCKS, ints(7, 7, 7, 7, 8, 8), 4)
     disk.add(Identity(**{n: getattr(wrong, n) for n in wrong.__dataclass_fields__} | {"parent": first.own}))
     assert disk.hit(PROMPT).position == 4
 
@@ -424,7 +424,7 @@ def deepest(
     def resumes(family: Family, position: int) -> bool:
         if isinstance(family, RecurrentState):
             return any(
-                identity.kind is Kind.STATE
+                identity.kind is RecordKind.STATE
                 and identity.end == position
                 and (WHOLE[identity.key] == tokens[:position]).all()
                 for identity in stored

@@ -17,7 +17,7 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.keys import Kind, Namespace, identify
+from rootstock.cache.keys import Namespace, RecordKind, identify
 from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import Plan, Store
 from rootstock.cache.tier_index import StoredIndex
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_stored_with_its_window_blocks_and_its_state() -> None:
     run(cache, PROMPT, boundaries={13: "user"})
     stores = cache.take_all_stores()
     assert all(is_of(store, PROMPT) for store in stores)
-    states = [store.identity for store in stores if store.identity.kind is Kind.STATE]
+    states = [store.identity for store in stores if store.identity.kind is RecordKind.STATE]
     assert sorted((state.start, state.end) for state in states) == [(12, 13), (20, 21)]
     assert {(8, 12), (12, 13), (16, 20), (20, 21)} == set(named(stores, WINDOW))
 
@@ -152,7 +152,7 @@ def test_every_evicted_checkpoint_is_stored() -> None:
     prompts = [ints(first, 30, 31) for first in range(8)]
     stores = [store for prompt in prompts for plan in commits(cache, prompt) for store in plan.stores]
     assert 0 < cache.counters.checkpoints_evicted < 8
-    states = [store for store in stores if store.identity.kind is Kind.STATE]
+    states = [store for store in stores if store.identity.kind is RecordKind.STATE]
     assert len(states) == cache.counters.checkpoints_evicted
     assert all(any(is_of(store, prompt) for prompt in prompts) for store in stores)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,17 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 from cli.running import Ran, Run
 from cli.test_options import VALUES
-from rootstock.cache.keys import Kind, Namespace, identify, prefix_digest
+from rootstock.cache.keys import RecordKind, identify, prefix_digest
 from rootstock.cache.types import Tokens
 from rootstock.cli.cache import cache_app
 from rootstock.tiers.base import MissKind, Record
 from rootstock.tiers.disk.files import LOCK_NAME
-from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
+from tiers.helpers import NAMESPACE, Clock, open_tier, record_of, segment_files
 from waiting import HANG_S
 
 CAP_BYTES = 16 * 2**20
 BLOCK = 16
-OTHER = Namespace("other weights", "float32")
 SYSTEM = "You are a patient gardener who grafts apple trees. " * 3  # 153 bytes
 FIRST = SYSTEM + "Which rootstock suits a small garden, and when is it cut? "
 SECOND = SYSTEM + "How deep should it be planted?"
@@ -51,20 +49,18 @@ def byte_tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def blocks(
-    tokens: Tokens, first: int = 0, namespace: Namespace = NAMESPACE, family: str = "full"
-) -> list[Record]:
+def blocks(tokens: Tokens, first: int = 0, family: str = "full") -> list[Record]:
     """Returns a record for each block from block `first` on. The last block may be filled in part."""
     ends = {start: min(start + BLOCK, len(tokens)) for start in range(first * BLOCK, len(tokens), BLOCK)}
     return [
-        record_of(identify(namespace, family, 4, "float32", Kind.BLOCKS, tokens[:end], start), 500)
+        record_of(identify(NAMESPACE, family, 4, "float32", RecordKind.BLOCKS, tokens[:end], start), 500)
         for start, end in ends.items()
     ]
 
 
-def state(tokens: Tokens, namespace: Namespace = NAMESPACE) -> Record:
+def state(tokens: Tokens) -> Record:
     start = (len(tokens) - 1) // BLOCK * BLOCK
-    return record_of(identify(namespace, "state", 2, "float32", Kind.STATE, tokens, start), 900)
+    return record_of(identify(NAMESPACE, "state", 2, "float32", RecordKind.STATE, tokens, start), 900)
 
 
 # Two conversations with one system prompt.
@@ -106,10 +102,6 @@ def cache(rootstock: Run) -> Run:
 def listed(cache: Run, folder: Path, *options: object) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(cache("ls", folder, "--json", *options).out)
     return found
-
-
-def import_(cache: Run, folder: Path, file: Path, budget: str = "16MiB", status: int = 0) -> Ran:
-    return cache("import", folder, file, "--disk-budget", budget, status=status)
 
 
 def damage(folder: Path, record: Record) -> None:
@@ -177,22 +169,21 @@ def test_a_directory_of_any_size_is_read_without_evicting(tmp_path: Path, cache:
 # -- directories that can't be opened ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["verify"], ["ls"], ["export", "file"]])
+@pytest.mark.parametrize("command", ["verify", "ls"])
 def test_a_directory_that_a_server_uses_is_refused_with_its_process(
-    tmp_path: Path, cache: Run, command: list[str]
+    tmp_path: Path, cache: Run, command: str
 ) -> None:
     tier = open_tier(tmp_path / "tier", CAP_BYTES)
     tier.store(RECORDS)
-    ran = cache(command[0], tmp_path / "tier", *(tmp_path / name for name in command[1:]), status=2)
+    ran = cache(command, tmp_path / "tier", status=2)
     assert f"in use by a server or another command (pid {os.getpid()})" in ran.err
     assert "Stop that process first." in ran.err
-    assert not (tmp_path / "file").exists()
     assert tier.load(RECORDS[0].identity)
 
 
-@pytest.mark.parametrize("command", [["verify"], ["ls"], ["export", "out"]])
+@pytest.mark.parametrize("command", ["verify", "ls"])
 def test_a_directory_without_a_cache_is_refused_and_not_changed(
-    tmp_path: Path, cache: Run, command: list[str]
+    tmp_path: Path, cache: Run, command: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "photos").mkdir()
@@ -200,22 +191,22 @@ def test_a_directory_without_a_cache_is_refused_and_not_changed(
     (tmp_path / "file").write_bytes(b"file")
     before = sorted(tmp_path.rglob("*"))
     for name in ("empty", "photos", "file", "missing"):
-        ran = cache(command[0], tmp_path / name, *(tmp_path / out for out in command[1:]), status=2)
+        ran = cache(command, tmp_path / name, status=2)
         assert ran.err.startswith(f"rootstock: {tmp_path / name} is not a directory")
         assert ran.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_commands_need_no_tensor_framework(tmp_path: Path, folder: Path) -> None:
+def test_the_commands_need_no_tensor_framework(folder: Path) -> None:
     code = (
         "import sys, rootstock.cli.main as cli\n"
         "try: cli.main()\n"
         "except SystemExit as ended: assert not ended.code, ended.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    for arguments in (["verify", folder], ["ls", folder], ["export", folder, tmp_path / "file"]):
+    for command in ("verify", "ls"):
         subprocess.run(
-            [sys.executable, "-c", code, "cache", *map(str, arguments)], check=True, timeout=HANG_S
+            [sys.executable, "-c", code, "cache", command, str(folder)], check=True, timeout=HANG_S
         )
 
 
@@ -287,7 +278,7 @@ def test_states_and_windows_without_full_attention_need_no_earlier_records(
 def test_ls_shows_the_dtypes_of_the_model_and_the_cache_once(
     tmp_path: Path, cache: Run, dtype: str, shown: str
 ) -> None:
-    identity = identify(NAMESPACE, "full", 4, dtype, Kind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
+    identity = identify(NAMESPACE, "full", 4, dtype, RecordKind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
     told = cache("ls", stored(tmp_path / "tier", [record_of(identity)])).out
     assert f": full in {shown}, 1 record, " in told
 
@@ -335,173 +326,6 @@ def test_ls_of_a_directory_without_records_of_this_format_reports_it(tmp_path: P
     assert "Nothing is stored" in cache("ls", folder).out
 
 
-# -- export and import -------------------------------------------------------------------------------------------
-
-
-def test_exported_records_can_be_loaded_where_they_are_imported(tmp_path: Path, cache: Run) -> None:
-    records = [*RECORDS, *blocks(tokens_of(FIRST), namespace=OTHER)]
-    folder, file, imported = stored(tmp_path / "tier", records), tmp_path / "all", tmp_path / "new" / "tier"
-    ran = cache("export", folder, file)
-    assert f"{len(records)} records written" in ran.out
-    assert "same weights, dtype and tenant" in ran.out
-    assert f"stored\t{len(records)}\t" in import_(cache, imported, file).out
-    tier = open_tier(imported, CAP_BYTES)
-    assert all(is_right(tier.load(record.identity), record) for record in records)
-    tier.close()
-    assert f"already there\t{len(records)}\n" in import_(cache, imported, file).out
-
-
-def exported_keys(cache: Run, folder: Path, *options: object) -> set[bytes]:
-    file, there = folder.parent / "chosen.rootstock", folder.parent / "there"
-    cache("export", folder, file, *options)
-    import_(cache, there, file)
-    tier = open_tier(there, CAP_BYTES)
-    keys = {bytes(entry.identity.key) for entry in tier.entries()}
-    tier.close()
-    shutil.rmtree(there)
-    return keys
-
-
-def keys_of(records: Sequence[Record]) -> set[bytes]:
-    return {bytes(record.identity.key) for record in records}
-
-
-def test_an_export_selects_a_namespace_or_the_records_before_and_behind_a_prefix(
-    tmp_path: Path, cache: Run, byte_tokenizer: Path
-) -> None:
-    others = blocks(tokens_of("Good morning, how are the pears?"))
-    foreign = blocks(tokens_of(FIRST), namespace=OTHER)
-    folder = stored(tmp_path / "tier", [*RECORDS, *others, *foreign])
-    assert exported_keys(cache, folder, "--namespace", OTHER.digest().hex()[:8]) == keys_of(foreign)
-
-    text = ("--tokenizer", byte_tokenizer, "--prefix-text")
-    assert exported_keys(cache, folder, *text, SYSTEM) == keys_of([*RECORDS, *foreign])
-    ids = ("--prefix-tokens", ",".join(map(str, tokens_of(SYSTEM).tolist())))
-    assert exported_keys(cache, folder, *ids) == keys_of([*RECORDS, *foreign])
-    ours = ("--namespace", NAMESPACE.digest().hex())
-    assert exported_keys(cache, folder, *ids, *ours) == keys_of(RECORDS)
-    # A prefix of one conversation only: the records before and behind its end, and none of the other conversation.
-    second = keys_of([*blocks(tokens_of(SECOND)), state(tokens_of(SYSTEM)), state(tokens_of(SECOND))])
-    assert exported_keys(cache, folder, *text, SYSTEM + "How", *ours) == second
-    key = prefix_digest(NAMESPACE, tokens_of(SECOND)).hex()[:12]
-    assert exported_keys(cache, folder, "--key", key) == second
-
-
-def test_an_export_with_a_limit_takes_the_most_recently_used_records_and_their_prefixes(
-    tmp_path: Path, cache: Run
-) -> None:
-    clock = Clock()
-    tier = open_tier(tmp_path / "tier", CAP_BYTES, clock=clock)
-    old, new = blocks(tokens_of(FIRST)), blocks(tokens_of("Good morning, how are the pears and the plums?"))
-    tier.store([*old, *new])
-    clock.now_s += 100
-    tier.touch([new[-1].identity.key])  # the end only: the records before it go with it
-    entry_bytes = max(entry.stored_bytes for entry in tier.entries())
-    tier.close()
-    found = exported_keys(cache, tmp_path / "tier", "--limit-bytes", entry_bytes * (len(new) + 2))
-    assert keys_of(new) < found
-    assert found - keys_of(new) <= keys_of(old[: len(found) - len(new)])
-
-
-def test_an_export_of_a_longer_prefix_than_the_stored_one_tells_the_stored_length(
-    tmp_path: Path, folder: Path, cache: Run, byte_tokenizer: Path
-) -> None:
-    asked = FIRST + "In winter?"
-    options = ("--tokenizer", byte_tokenizer, "--prefix-text", asked)
-    ran = cache("export", folder, tmp_path / "file", *options, status=2)
-    assert f"only {len(FIRST)} of {len(asked)} tokens are stored" in ran.err
-    assert not (tmp_path / "file").exists()
-
-
-def test_an_export_leaves_damaged_records_out_and_reports_it(
-    tmp_path: Path, folder: Path, cache: Run
-) -> None:
-    damage(folder, RECORDS[1])
-    ran = cache("export", folder, tmp_path / "file", status=1)
-    assert f"{len(RECORDS) - 1} records written" in ran.out
-    assert "1 record left out, damaged: 1 checksum" in ran.out
-
-
-def test_an_export_replaces_archives_only(tmp_path: Path, folder: Path, cache: Run) -> None:
-    for _ in range(2):
-        cache("export", folder, tmp_path / "file")
-    (tmp_path / "letter").write_text("Dear all")
-    for path in (tmp_path / "letter", tmp_path, folder / "archive", tmp_path / "none" / "file"):
-        assert str(path) in cache("export", folder, path, status=2).err
-    assert (tmp_path / "letter").read_text() == "Dear all"
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--prefix-text", "You"], "--tokenizer"),
-        (["--prefix-tokens", "1,x"], "--prefix-tokens is '1,x'"),
-        (["--prefix-tokens", "1", "--key", "ab"], "give one of them"),
-        (["--namespace", "zz"], "--namespace is 'zz'"),
-        (["--key", "zz"], "--key is 'zz'"),
-        (["--limit-bytes", "many"], "--limit-bytes is 'many'"),
-        (["--limit-bytes", "1"], "nothing to export"),
-        (["--prefix-text", "You", "--tokenizer", "missing/model/here"], "tokenizer"),
-    ],
-)
-def test_a_wrong_selection_is_refused_with_a_sentence_and_writes_no_file(
-    tmp_path: Path, folder: Path, cache: Run, options: list[str], told: str
-) -> None:
-    assert told in cache("export", folder, tmp_path / "file", *options, status=2).err
-    assert not (tmp_path / "file").exists()
-
-
-def test_an_import_of_an_incomplete_or_foreign_file_changes_nothing(
-    tmp_path: Path, folder: Path, cache: Run
-) -> None:
-    cache("export", folder, tmp_path / "file")
-    whole = (tmp_path / "file").read_bytes()
-    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "letter").write_text("Dear all")
-    (tmp_path / "manifest").write_bytes(whole[:-60] + b"?" + whole[-59:])
-    for name in ("cut", "letter", "manifest", "missing", "."):
-        assert "Nothing was changed." in import_(cache, tmp_path / "new", tmp_path / name, status=2).err
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_import_stores_the_right_records_and_lists_the_damaged_ones(
-    tmp_path: Path, folder: Path, cache: Run
-) -> None:
-    cache("export", folder, tmp_path / "file")
-    content = bytearray((tmp_path / "file").read_bytes())
-    content[1000] ^= 1
-    (tmp_path / "file").write_bytes(content)
-    ran = import_(cache, tmp_path / "new", tmp_path / "file", status=1)
-    assert f"stored\t{len(RECORDS) - 1}\t" in ran.out
-    assert "damaged\t1\tchecksum\t" in ran.out
-
-
-def test_an_import_with_a_budget_that_is_too_small_evicts_nothing(
-    tmp_path: Path, folder: Path, cache: Run
-) -> None:
-    large = stored(tmp_path / "large", LARGE_RECORDS)
-    cache("export", large, tmp_path / "large.rootstock")
-    cache("export", folder, tmp_path / "small.rootstock")
-    for into, file in ((large, "small"), (folder, "large"), (tmp_path / "new", "large")):
-        ran = import_(cache, into, tmp_path / f"{file}.rootstock", "2MiB", status=2)
-        assert "--disk-budget of 2.0 MiB" in ran.err
-    assert "60 of 60 records are right" in cache("verify", large).out
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_import_into_a_directory_in_use_or_of_other_programs_is_refused(
-    tmp_path: Path, folder: Path, cache: Run
-) -> None:
-    cache("export", folder, tmp_path / "file")
-    tier = open_tier(folder, CAP_BYTES)
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "tree.jpg").write_bytes(b"tree")
-    for into, told in ((folder, "in use"), (tmp_path / "photos", "was not made by Rootstock")):
-        assert told in import_(cache, into, tmp_path / "file", status=2).err
-    assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["tree.jpg"]
-    tier.close()
-
-
 # -- the guide ---------------------------------------------------------------------------------------------------
 
 GUIDE = (Path(__file__).parents[2] / "docs/disk.md").read_text()
@@ -512,15 +336,17 @@ def test_the_guide_explains_every_kind_of_miss() -> None:
 
 
 def test_the_guide_names_only_options_that_the_commands_have() -> None:
-    commands = GUIDE[GUIDE.index("## Looking into a directory") : GUIDE.index("## Privacy")]
+    commands = GUIDE[GUIDE.index("## Looking into a directory") : GUIDE.index("## Moving a directory")]
+    moving = GUIDE[GUIDE.index("## Moving a directory") : GUIDE.index("## Clearing")]
     group = typer.main.get_command(cache_app)
     assert isinstance(group, typer.core.TyperGroup)
     known = {
         option for command in group.commands.values() for param in command.params for option in param.opts
     }
-    commands, bundles = commands.split("## Bundles")
     asked = set(re.findall(r"--[a-z-]+[a-z]", commands))
-    assert len(asked) >= 9
+    assert len(asked) >= 5
     assert asked <= known
     of_servers = {f"--{name}" for name in VALUES}
-    assert set(re.findall(r"--[a-z-]+[a-z]", bundles)) <= known | of_servers
+    asked = set(re.findall(r"--[a-z-]+[a-z]", moving))
+    assert "--disk-dir" in asked
+    assert asked <= known | of_servers

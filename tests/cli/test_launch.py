@@ -18,7 +18,7 @@ import pytest
 
 from cli.running import Run, run_process
 from rootstock.cli import launch
-from rootstock.cli.launch import AGENTS, AgentName, Served
+from rootstock.cli.launch import AGENTS, AgentName, LaunchTarget
 from waiting import unused_port
 
 MODEL = {"id": "a/model", "object": "model", "max_model_len": 65_536}
@@ -219,7 +219,7 @@ def test_printed_settings_are_shell_commands_without_the_key(
     ran = subprocess.run(
         ["/bin/sh", "-c", script], env={"ROOTSTOCK_API_KEY": key}, capture_output=True, check=True
     )
-    served = Served(server.url, "a/model", key, 65_536)
+    served = LaunchTarget(server.url, "a/model", key, 65_536)
     assert AGENTS[agent].settings(served).environment.items() <= json.loads(ran.stdout).items()
 
 

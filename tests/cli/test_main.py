@@ -48,10 +48,6 @@ def test_the_version_is_shown(rootstock: Run) -> None:
         (["--port", "70000"], "--port is 70000"),
         (["--disk-budget", "much"], "--disk-budget is 'much', but must be a size"),
         (["--disk-write", "never"], "--disk-write is 'never', but must be back | through"),
-        (
-            ["--tier-compress", "int8"],
-            "must be left out, because it is withdrawn: --kv-dtype int8 keeps K and V",
-        ),
         (["--verify-hits", "2"], "--verify-hits is 2.0, but must be from 0 to 1"),
         (["--chat-template", "/no/such/file"], "--chat-template is '/no/such/file'"),
         (["--host", "no.such.host.invalid"], "Cannot listen at no.such.host.invalid"),
@@ -67,18 +63,31 @@ def test_a_wrong_option_is_one_line_that_names_the_allowed_values(
 
 
 @pytest.mark.parametrize(
-    "given",
-    [("--url", "http://x"), ("--kv-budget", "1GiB"), ("--out", "rows"), ("--api-key", "sk-secret")],
+    "given", [("--mlx-report", "report.jsonl"), ("--mlx-report", "x", "--small"), ("--small",)]
 )
-def test_an_option_that_a_report_would_ignore_is_refused(
-    rootstock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, str]
+def test_the_report_of_a_mac_has_moved_to_the_checkout(rootstock: Run, given: tuple[str, ...]) -> None:
+    done = rootstock("bench", *given)
+    assert (done.status, done.out) == (2, "")
+    assert f"{given[0]} is " in done.err
+    assert "must be left out: the report of a Mac is `make mac-report` in a checkout" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kv-budget", "lots"], "--kv-budget is 'lots'"),
+        (["--runtime", "tpu"], "--runtime is 'tpu'"),
+        (["--max-batch", "0"], "--max-batch is 0"),
+        (["--url", "http://x", "--model", "there"], "--model is 'there', but must be left out with --url"),
+        (["--cache", "hot"], "--cache is 'hot'"),
+    ],
+)
+def test_a_bench_refuses_wrong_options_before_it_starts_a_server(
+    rootstock: Run, options: list[str], said: str
 ) -> None:
-    monkeypatch.setenv("ROOTSTOCK_KV_BUDGET", "2GiB")  # for other commands
-    done = rootstock("bench", "--mlx-report", str(tmp_path / "report.jsonl"), *given)
-    assert done.status == 2
-    shown = "…" if given[0] == "--api-key" else given[1]
-    assert f"{given[0]} is {shown!r}, but must be left out with --mlx-report" in done.err
-    assert not list(tmp_path.iterdir())
+    done = rootstock("bench", *options)
+    assert (done.status, done.out) == (2, "")
+    assert said in done.err
 
 
 def test_a_process_exits_with_the_status_of_the_command() -> None:

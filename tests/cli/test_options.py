@@ -70,9 +70,6 @@ VALUES = {
     "admin-key": "secret-2",
     "explain": "all",
     "max-body": "2MiB",
-    "bundle-key": "{bundle}",
-    "unsigned-imports": "true",
-    "max-bundle": "3GiB",
     "max-connections": "11",
     "sse-keep-alive": "3s",
     "allowed-origins": "https://a.example,https://b.example",
@@ -99,9 +96,7 @@ VALUES = {
 def files(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "template").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
-    (tmp_path / "bundle").write_text("a secret of both servers")
     found = {"{template}": "template", "{keys}": "keys", "{store}": "store", "{public}": "public"}
-    found["{bundle}"] = "bundle"
     found = {name: str(tmp_path / file) for name, file in found.items()}
     return {name: found.get(value, value) for name, value in VALUES.items()}
 
@@ -139,7 +134,7 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     configured: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {parameter.opts[0].lstrip("-") for parameter in SERVE.params}
-    assert options - {"model", "more_models", "models", "config", "tier-compress"} == set(VALUES)
+    assert options - {"model", "more_models", "models", "config"} == set(VALUES)
     expected = configured("a model", *flags(files))
     assert expected != configured("a model")
 

@@ -51,9 +51,7 @@ atexit.register(lambda: print("imported:", [n for n in {names} if sys.modules.ge
 IMPORT_ALL = """
 import importlib, pkgutil
 import rootstock
-OF_RUNTIMES = (
-    "rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels", "rootstock.bench.mlx_measurements"
-)
+OF_RUNTIMES = ("rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels")
 for module in pkgutil.walk_packages(rootstock.__path__, "rootstock."):
     if not module.name.startswith(OF_RUNTIMES):
         importlib.import_module(module.name)

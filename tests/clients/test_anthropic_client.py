@@ -12,15 +12,15 @@ from pydantic import BaseModel
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.anthropic import routes
 from rootstock.server.anthropic.calls import messages_call
 from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.server.wire import ServedModel
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta
 from server.anthropic.streams import call
 from waiting import HANG_S
 
@@ -157,11 +157,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MessagesReques
 CALLS: list[Delta] = [
     ReasoningDelta("I should "),
     ReasoningDelta("look."),
-    TextDelta("Let me look."),
+    ContentDelta("Let me look."),
     *call(0, "weather", '{"city": ', '"Bern"}'),
     *call(1, "weather", '{"city": "Oslo"}'),
 ]
-LAST: list[Delta] = [TextDelta("Both are "), TextDelta("sunny.")]
+LAST: list[Delta] = [ContentDelta("Both are "), ContentDelta("sunny.")]
 
 
 @pytest.mark.parametrize("beta", [False, True])
@@ -181,7 +181,7 @@ def test_thinking_and_calls_of_a_stream_are_read(client: Any, script: Any, beta:
 
 
 def test_a_stream_with_a_malformed_call_is_read_to_its_end(client: Any, script: Any) -> None:
-    script([*call(0, "weather", '{"city": ', "Bern}"), TextDelta(" Sorry.")])
+    script([*call(0, "weather", '{"city": ', "Bern}"), ContentDelta(" Sorry.")])
     with client.messages.stream(**ASKED) as stream:
         message = stream.get_final_message()
     assert message.content[1].text == '<call>{"city": Bern}</call> Sorry.'

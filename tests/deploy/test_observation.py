@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rootstock.config import CacheConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.server.metrics import Metrics, ResponseStoreStats
 from rootstock.server.models import ModelRegistry
+from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.units import MIB
@@ -46,10 +48,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     made = assemble(runtime, tokenizer, CacheConfig(8, budget), tier=tier)
     stored = ResponseStoreStats(0, 0, 0, 0, {"stored": 1})
     metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored, labelled_tenants=3)
-    metrics.answered("/v1/completions", "ok")
+    aborted = Measured(1, unanswered=Counter(abort=1))
+    info = RequestInfo("id", "POST", "/", route="/v1/completions", model="fake", tenant="tenant")
+    info.outcome, info.measured = "ok", aborted
+    metrics.observe(info)
     metrics.responded("/v1/completions", "POST", 200)
     metrics.errors.labels("/v1/completions", "queue_full").inc()
-    metrics.timing("fake", "tenant").ended("abort", 1)
     made.engine.tier_connector.counters.loads["loaded"] += 1  # type: ignore[union-attr]
     made.engine.tier_connector.counters.choices["load"] += 1  # type: ignore[union-attr]
     found: dict[str, set[str]] = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}

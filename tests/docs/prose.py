@@ -1,6 +1,6 @@
 """Prose of the repository: comments, docstrings and messages of Python files, and text of Markdown files.
 
-`bench/show/f1_prose.py` counts forms that CONTRIBUTING.md forbids; `test_architecture.py` finds words that are gone.
+`bench/show/k5_prose.py` counts forms that CONTRIBUTING.md forbids; `test_architecture.py` finds words that are gone.
 """
 
 from __future__ import annotations

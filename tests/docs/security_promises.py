@@ -14,14 +14,13 @@ MODELS = "server/test_models.py"
 WRONG_KEYS = "server/test_wrong_keys.py"
 TENANTS = "property/test_tenants.py"
 BODIES = "server/test_hostile_bodies.py"
-SPECIAL = "engine/test_special_tokens.py"
+SPECIAL = "text/test_special_tokens.py"
 ADAPTERS = "runtime/test_adapter_files.py"
-BUNDLES = "server/test_bundles.py"
 SESSIONS = "server/test_browser_sessions.py"
 LOG = "server/test_request_log.py"
 HINTS = "cache/test_hints.py"
 RESPONSES = "server/responses/test_store.py"
-GRAMMARS = "engine/constraints/test_grammar_host.py"
+GRAMMARS = "text/constraints/test_grammar_host.py"
 CLEARING = "engine/test_clearing_tenants.py"
 
 # Words of the page, and the tests: each promise is a sentence, or the part of one that a test can hold.
@@ -283,7 +282,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "A compile ends when its client leaves": (f"{GRAMMARS}::test_a_client_that_leaves_ends_its_compile",),
     "Compiled grammars are kept for each salt apart": (
-        "engine/constraints/test_constraint_compiler.py::test_a_grammar_is_compiled_once_for_each_salt",
+        "text/constraints/test_constraint_compiler.py::test_a_grammar_is_compiled_once_for_each_salt",
     ),
     "References out of a schema are refused": (
         "server/test_hostile_schemas.py::test_a_hostile_schema_is_an_error_that_says_why",
@@ -334,7 +333,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{TENANTS}::test_the_stored_responses_of_the_other_tenant_are_out_of_reach",
     ),
     "A damaged, foreign or swapped record is a miss": (
-        "tiers/disk/test_tier.py::test_a_damaged_archive_imports_no_wrong_record",
+        "faults/test_damage.py::test_another_identity_is_a_miss_of_the_kind_of_the_difference",
+        "faults/test_damage.py::test_a_damaged_index_never_returns_wrong_bytes",
+        "faults/test_disk_faults.py::test_a_fault_is_counted_by_kind_and_no_request_fails_or_gets_wrong_tokens",
     ),
     # ---- models and adapters
     "never from pickles": (
@@ -363,7 +364,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{MODELS}::test_a_failed_load_fails_its_requests_and_is_not_tried_for_each",
     ),
     # ---- hints
-    "divide what may be kept among them, requests without hints count as one more tenant": (
+    "divide the retainable memory among them, requests without hints count as one more tenant": (
         f"{HINTS}::test_active_tenants_divide_the_share",
         f"{HINTS}::test_requests_without_hints_count_as_one_more_tenant",
         f"{HINTS}::test_the_rest_of_a_tenant_whose_share_is_full_goes_before_the_prefixes_of_others",
@@ -376,22 +377,6 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{HEADS}::test_no_route_tells_whether_another_tenant_has_used_a_text",
         "cache/test_pins.py::test_all_pins_together_are_bounded_and_the_reason_tells_nothing_of_others",
         "server/hints/test_routes.py::test_a_tenant_sees_and_releases_its_own_pins_only",
-    ),
-    # ---- bundles
-    "are for the operator alone": (f"{BUNDLES}::test_bundles_are_for_operators_alone",),
-    "an importer who does not name the same salt is refused": (
-        f"{BUNDLES}::test_a_salt_must_be_named_again",
-    ),
-    "takes no bundle unless it has a `--bundle-key`": (
-        f"{BUNDLES}::test_a_server_without_a_key_takes_no_bundles",
-        f"{BUNDLES}::test_a_bundle_of_another_key_is_refused",
-        f"{BUNDLES}::test_no_byte_of_a_signed_bundle_can_be_changed",
-    ),
-    "counts against `--max-bundle`": (
-        f"{BUNDLES}::test_a_bundle_that_is_too_large_is_refused_before_it_is_read",
-    ),
-    "The route takes no content type that a web page can send": (
-        f"{BUNDLES}::test_other_content_types_are_refused",
     ),
     # ---- logs
     "Logs and traces hold no prompts, answers or keys": (

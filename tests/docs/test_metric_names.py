@@ -17,6 +17,7 @@ from rootstock.engine.memory_watch import MemoryStats, Pressure
 from rootstock.engine.stats import AdapterStats
 from rootstock.server.metrics import Metrics, ResponseStoreStats
 from rootstock.server.models import ModelRegistry
+from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.units import MIB
@@ -53,10 +54,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     stored = ResponseStoreStats(0, 0, 0, 0, once)
     metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored)
-    metrics.timing("fake", "").ended("abort", 1)
+    info = RequestInfo("id", "POST", "/", model="fake", measured=Measured(1, unanswered=Counter(abort=1)))
+    info.outcome = "disconnected"
+    metrics.observe(info)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made.engine, "stats", lambda: full)
-        patch.setattr(made.engine, "why_no_drafts", None)
+        patch.setattr(made.engine, "parts", replace(made.engine.parts, why_no_drafts=None))
         text = metrics.render_for_operator().decode()
     made.engine.stop()
     found = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.security_promises import PROMISES
-from rootstock.engine import limits
+from rootstock.text import limits
 
 TESTS = Path(__file__).parents[1]
 DOC = TESTS.parent / "docs" / "security.md"

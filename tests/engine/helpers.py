@@ -31,10 +31,10 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.tiers.build import open_below, stored_index
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RootstockError
 from rootstock.runtime.base import Batch, Runtime
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
+from rootstock.text.tokenizer import ModelTokenizer
 
 Families = tuple[Family, ...]
 MlxKind = str  # of a tiny model: a key of `mlx_oracle.KINDS`

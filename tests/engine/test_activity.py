@@ -9,7 +9,7 @@ import numpy as np
 from engine.helpers import Bench, numbers
 from rootstock.engine import activity as of
 from rootstock.engine.activity import Outcome, Phase
-from rootstock.engine.stats import PromptTokens
+from rootstock.engine.request import PromptTokens
 from rootstock.testing.fake_runtime import FULL, STATE
 
 SYSTEM, BODY = numbers(1, 100), numbers(2, 80)
@@ -48,7 +48,7 @@ def test_a_request_is_seen_in_each_phase() -> None:
     assert (seen.completion_tokens, seen.outcome) == (1, Outcome.OPEN)
     bench.run()
     assert bench.engine.requests() == []
-    (ended,) = bench.engine.activity.latest_ended()
+    (ended,) = bench.engine.parts.activity.latest_ended()
     assert (ended.outcome, ended.completion_tokens) == (Outcome.LENGTH, 3)
     assert ended.spans[-1].ended == clock.now
 
@@ -68,7 +68,7 @@ def test_an_aborted_request_is_kept_with_its_outcome() -> None:
     bench.engine.step()
     bench.engine.abort(client.request.id)
     bench.run()
-    (ended,) = bench.engine.activity.latest_ended()
+    (ended,) = bench.engine.parts.activity.latest_ended()
     assert (ended.id, ended.outcome) == (client.request.id, Outcome.ABORTED)
 
 
@@ -78,7 +78,7 @@ def test_hits_agree_with_the_cache_and_leave_with_time() -> None:
     for tokens in (SYSTEM, [*SYSTEM, *BODY], [*SYSTEM, 3]):
         bench.answer(tokens, salt="red")
     bench.answer(SYSTEM, salt="blue")
-    activity, counters = bench.engine.activity, bench.cache.counters
+    activity, counters = bench.engine.parts.activity, bench.cache.counters
     hits = activity.hits(60)
     assert (hits.requests, hits.memory, hits.loaded) == (4, counters.hit_tokens, 0)
     assert hits.computed == counters.missed_tokens
@@ -98,7 +98,7 @@ def test_salts_of_one_span_are_bounded_and_the_total_is_not() -> None:
     bench = Bench(blocks=2000, clock=Clock())
     for index in range(of.MAX_SALTS + 5):
         bench.answer([1, 2, 3], 1, salt=str(index))
-    activity = bench.engine.activity
+    activity = bench.engine.parts.activity
     assert activity.hits(900).requests == of.MAX_SALTS + 5
     assert activity.hits(900, [str(of.MAX_SALTS + 4)]).requests == 0
     assert len(activity.latest_ended()) == of.MAX_ENDED
@@ -127,14 +127,14 @@ def test_the_history_of_rates_is_bounded_in_time_and_in_number() -> None:
 def test_large_misses_are_explained_only_where_it_is_asked_for() -> None:
     bench = Bench()
     bench.answer(SYSTEM)
-    assert bench.engine.activity.latest_misses() == []
+    assert bench.engine.parts.activity.latest_misses() == []
     bench.engine.scheduler.explains_misses_of = of.MIN_MISSED_TOKENS
     client = bench.answer([*SYSTEM[:20], *BODY])
     assert client.finished.diagnosis is None, "the client has not asked for it"
-    (miss,) = bench.engine.activity.latest_misses()
+    (miss,) = bench.engine.parts.activity.latest_misses()
     assert (miss.diagnosis.cause, miss.diagnosis.position) == ("diverged", 20)
     assert miss.before.tolist() == SYSTEM[:20]
     assert miss.asked.tolist() == BODY[: len(miss.asked)]
     assert miss.cached == (SYSTEM[20],)
     bench.answer([*SYSTEM, 1, 2, 3])  # misses too little
-    assert len(bench.engine.activity.latest_misses()) == 1
+    assert len(bench.engine.parts.activity.latest_misses()) == 1

@@ -100,7 +100,7 @@ def test_requests_run_while_the_disk_is_cleared_of_a_tenant(tmp_path: Path) -> N
 
 def test_thousands_of_tenants_leave_only_their_cached_entries() -> None:
     bench = Bench(blocks=24, draft_tokens=4)
-    proposer = bench.engine.proposer
+    proposer = bench.engine.parts.proposer
     assert isinstance(proposer, NgramProposer)
     kept: list[int] = []
     for number in range(3_000):
@@ -137,7 +137,7 @@ def test_the_index_holds_the_records_on_disk_after_many_tenants(tmp_path: Path) 
 
 def test_clearing_a_tenant_forgets_its_drafts() -> None:
     bench = Bench(draft_tokens=4)
-    proposer = bench.engine.proposer
+    proposer = bench.engine.parts.proposer
     assert isinstance(proposer, NgramProposer)
     for salt in ("a", "b"):
         bench.answer(PROMPT, salt=salt)
@@ -155,7 +155,7 @@ def test_a_hit_in_verification_does_not_outlast_a_clear() -> None:
     for _ in range(2):
         bench.answer(PROMPT, salt="a")
     engine.work_idly()
-    verifier = engine.hit_verifier
+    verifier = engine.parts.hit_verifier
     assert verifier._check is not None
     engine.clear_cache("a")
     assert salts_in(bench) == set()

@@ -303,7 +303,7 @@ def test_scored_prompts_have_one_chunk_a_step() -> None:
 
 def test_logits_of_scored_prompts_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = 97
-    monkeypatch.setattr("rootstock.engine.engine.SCORED_LOGITS_BYTES", 5 * 4 * vocabulary + 3)
+    monkeypatch.setattr("rootstock.engine.part_list.SCORED_LOGITS_BYTES", 5 * 4 * vocabulary + 3)
     bench = Bench(chunk_tokens=16)
     scored = bench.answer(numbers(1, 23), max_tokens=2, prompt_logprobs=3)
     assert [len(batch.segments[0].tokens) for batch in bench.batches] == [5, 5, 5, 5, 3, 1]

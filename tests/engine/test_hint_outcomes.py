@@ -16,7 +16,7 @@ from rootstock.cache.hints import (
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
-    Retention,
+    RetentionWish,
     Verdict,
 )
 from rootstock.cache.pins import Pinned
@@ -32,7 +32,7 @@ from rootstock.engine.request import (
 )
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
-KEPT = CacheHints("a", "agent", "session", retentions=(Retention("ttl", ttl_s=300.0),))
+KEPT = CacheHints("a", "agent", "session", retentions=(RetentionWish("ttl", ttl_s=300.0),))
 
 
 @pytest.mark.behaviour(27)
@@ -106,12 +106,12 @@ class Clock:
 
 def greedy(number: int) -> CacheHints:
     """Asks for all that hints can ask for."""
-    kept = (Retention("ttl", ttl_s=MAX_TTL_S, priority=GREATEST_PRIORITY),)
+    kept = (RetentionWish("ttl", ttl_s=MAX_TTL_S, priority=GREATEST_PRIORITY),)
     return CacheHints("greedy", f"session {number}", "session", retentions=kept)
 
 
 def modest(number: int) -> CacheHints:
-    return CacheHints("modest", f"agent {number}", "session", retentions=(Retention("ttl", ttl_s=300.0),))
+    return CacheHints("modest", f"agent {number}", "session", retentions=(RetentionWish("ttl", ttl_s=300.0),))
 
 
 def no_hints(number: int) -> None:

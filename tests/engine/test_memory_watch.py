@@ -15,9 +15,9 @@ from rootstock.cache.plan import NOTHING, Plan
 from rootstock.config import CacheConfig, EngineConfig, parse_memory_limit
 from rootstock.engine.build import assemble
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
+from rootstock.engine.idle.work import HELD_RETRY_S
 from rootstock.engine.kv_budget import FREE_SHARES, auto_budget_bytes, auto_shared_bytes
 from rootstock.engine.memory_watch import (
-    IDLE_RETRY_S,
     SAMPLE_S,
     MemoryGuard,
     MemoryWatch,
@@ -185,10 +185,10 @@ def test_the_footprint_is_measured_no_more_often_than_it_may_be() -> None:
     process = Process()
     guard, _ = _guard(process, Bench(), lambda: process.now)
     for _ in range(100):
-        guard.check()
+        guard.before_step()
     assert process.measured == 1
     process.now += SAMPLE_S
-    guard.check()
+    guard.before_step()
     assert process.measured == 2
 
 
@@ -197,7 +197,7 @@ def test_without_pressure_nothing_is_given_back() -> None:
     bench = Bench()
     guard, plans = _guard(process, bench, process.tick)
     for _ in range(10):
-        guard.check()
+        guard.before_step()
     assert not plans
     assert not bench.runtime.releases
     assert not guard.holds_idle_work
@@ -211,7 +211,7 @@ def test_returns_become_rarer_while_they_do_not_end_the_pressure() -> None:
     for _ in range(3000):
         process.now += SAMPLE_S
         before = process.returned
-        guard.check()
+        guard.before_step()
         if process.returned > before:
             at.append(process.now)
     gaps = np.diff(at)
@@ -223,14 +223,14 @@ def test_returns_become_rarer_while_they_do_not_end_the_pressure() -> None:
 def test_memory_goes_back_at_once_when_the_pressure_grows_or_comes_again() -> None:
     process = Process(870)
     guard, _ = _guard(process, Bench(), process.tick)
-    guard.check()
+    guard.before_step()
     assert process.returned == 1
     process.footprint = 960
-    guard.check()
+    guard.before_step()
     assert process.returned == 3, "what nothing needs, then checkpoints"
     for footprint, returned in ((100, 3), (870, 4)):
         process.footprint = footprint
-        guard.check()
+        guard.before_step()
         assert process.returned == returned
 
 
@@ -243,10 +243,10 @@ def test_a_return_that_ends_the_pressure_lets_requests_in_at_once() -> None:
         process.footprint = 500
 
     process.on_return = shrink
-    guard.check()
+    guard.before_step()
     assert process.returned == 1
     assert not bench.engine.scheduler.admits_one_by_one
-    assert guard.stats().footprint_bytes == 500
+    assert guard.stats()["memory"].footprint_bytes == 500
 
 
 HYBRID = (FULL, STATE)
@@ -262,7 +262,7 @@ def test_memory_of_free_rows_goes_back_and_cached_prefixes_stay() -> None:
     backed, owned = bench.cache.pools.backed_bytes, bench.cache.pools.owned_bytes
     assert backed > owned
     guard, _ = _guard(process, bench, process.tick)
-    guard.check()
+    guard.before_step()
     assert bench.cache.pools.backed_bytes == bench.cache.pools.owned_bytes == owned
     bench.cache.check()
     bench.expect(bench.answer(tokens), bench.answer(numbers(2, 8)))
@@ -277,7 +277,7 @@ def test_checkpoints_are_evicted_above_the_limit_as_far_as_it_needs() -> None:
     process = Process(LIMIT * 9 // 10 + 3 * STATE.bytes_per_state)
     guard, plans = _guard(process, bench, process.tick)
     process.footprint = LIMIT  # above the end of the pressure by 100 bytes
-    guard.check()
+    guard.before_step()
     evicted = -(-100 // STATE.bytes_per_state)
     assert bench.cache.stats().checkpoints == max(0, before - evicted)
     states = [len(rows.rows) for plan in plans for rows in plan.returned if rows.family == 1]
@@ -412,7 +412,7 @@ def test_idle_work_waits_near_the_limit_and_goes_on_afterwards() -> None:
     bench.engine.prefill_in_idle_time(IdlePrefill(IdleKind.WARM, tokens, "", None))
     bench.engine.step()
     assert not bench.engine.work_idly()
-    assert bench.engine.next_overdue_s == IDLE_RETRY_S, "it sleeps, and does not spin"
+    assert bench.engine.next_overdue_s == HELD_RETRY_S, "it sleeps, and does not spin"
     process.footprint = 0
     while bench.engine.work_idly():
         pass

@@ -139,7 +139,7 @@ def test_stats_have_the_room_of_the_last_step_with_decodes() -> None:
 
 
 def test_prefill_is_not_limited_before_a_measurement() -> None:
-    assert Pacing(0.001).prefill_tokens(StepSize(0, 0, 1, 10), 0, 512) == 512
+    assert Pacing(0.001, float).prefill_tokens(StepSize(0, 0, 1, 10), 0, 512) == 512
 
 
 def test_times_are_read_with_their_unit_and_refused_with_an_example() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.helpers import Bench, numbers
 from rootstock.config import TierConfig
+from rootstock.engine.request import PromptTokens
 from rootstock.engine.speculation.proposer import Proposer
-from rootstock.engine.stats import PromptTokens
 from rootstock.units import MIB
 
 PROMPT = numbers(1, 40)
@@ -90,12 +90,6 @@ class Copying(Proposer):
             wrong = [(token + 1) % 97 for token in following[self._right :]]
             found.append(np.array([*following[: self._right], *wrong][:room], np.int32))
         return found
-
-    def observe(self, *_: Any) -> None: ...
-
-    def ended(self, *_: Any) -> None: ...
-
-    def forget(self, *_: Any) -> None: ...
 
 
 def test_accepted_draft_tokens_are_counted_by_their_position() -> None:

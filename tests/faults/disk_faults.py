@@ -33,7 +33,7 @@ from engine.helpers import Client, alone
 from engine.tiered import Tiered
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, prefix_digest
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope, prefix_digest
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished
@@ -41,7 +41,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.index import INDEX_NAME
-from rootstock.tiers.disk.record import Place, decode_identity
+from rootstock.tiers.disk.record import RecordLocation, decode_identity
 from rootstock.tiers.disk.tier import RETRY_S, DiskTier
 from tiers.helpers import Clock, open_tier
 
@@ -161,7 +161,7 @@ class Case:
 
     # -- looking into the directory while it is closed ----------------------------------------------------------
 
-    def rows(self) -> dict[RecordKey, tuple[Identity, Place]]:
+    def rows(self) -> dict[RecordKey, tuple[Identity, RecordLocation]]:
         with sqlite3.connect(self.folder / INDEX_NAME) as db:
             found = db.execute(
                 "SELECT key, identity, segment, offset, bytes, header_bytes FROM records ORDER BY first, last"
@@ -171,7 +171,7 @@ class Case:
         for key, raw, *place in found:
             identity = decode_identity(raw)
             assert identity is not None
-            rows[RecordKey(key)] = identity, Place(*place)
+            rows[RecordKey(key)] = identity, RecordLocation(*place)
         return rows
 
     def change(self, sql: str, *values: object) -> None:
@@ -179,7 +179,7 @@ class Case:
             assert db.execute(sql, values).rowcount == 1
         db.close()
 
-    def lead(self, key: RecordKey, place: Place) -> None:
+    def lead(self, key: RecordKey, place: RecordLocation) -> None:
         where = (place.segment, place.offset, place.stored_bytes, place.header_bytes)
         self.change(
             "UPDATE records SET segment = ?, offset = ?, bytes = ?, header_bytes = ? WHERE key = ?",
@@ -215,7 +215,9 @@ class Expected:
     kind: MissKind | None
     least: int = 1
     most: int = 1
-    places: dict[RecordKey, Place] = field(default_factory=dict)  # rows that must not lead there any more
+    places: dict[RecordKey, RecordLocation] = field(
+        default_factory=dict
+    )  # rows that must not lead there any more
     left: frozenset[RecordKey] = frozenset()  # damage that may go unnoticed, because no request needs it
     while_open: Callable[[Tiered], None] | None = None  # the fault, if it comes after the start
 
@@ -272,7 +274,7 @@ def missing_bytes(case: Case) -> Expected:
     return lost_bytes(case, case.segment(number).unlink, lost)
 
 
-def lost_bytes(case: Case, do: Do, lost: dict[RecordKey, Place]) -> Expected:
+def lost_bytes(case: Case, do: Do, lost: dict[RecordKey, RecordLocation]) -> Expected:
     """Removes bytes. Rows whose bytes are gone at start are removed at once, others at the first load."""
     if case.rng.random() < 0.5:
         do()
@@ -325,7 +327,7 @@ def first_difference(asked: Identity, found: Identity) -> MissKind:
     """Returns the kind of the first difference, in the order of the documentation, for one namespace and dtype."""
     if (asked.family, asked.kind) != (found.family, found.kind):
         return MissKind.OTHER_LAYERS
-    if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
+    if asked.end != found.end or (asked.kind is RecordKind.BLOCKS and asked.start != found.start):
         return MissKind.OTHER_POSITION
     return MissKind.OTHER_TOKENS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.keys import Kind
+from rootstock.cache.keys import RecordKind
 from rootstock.tiers.base import (
     Loaded,
     LoadsOnly,
@@ -47,7 +47,7 @@ OTHERS = {
     "dtype": (MissKind.OTHER_DTYPE, identity_of(0, dtype="float64")),
     "position": (MissKind.OTHER_POSITION, identity_of(0, start=20, end=33)),
     "layers": (MissKind.OTHER_LAYERS, identity_of(0, layers=3)),
-    "kind": (MissKind.OTHER_LAYERS, identity_of(0, kind=Kind.STATE)),
+    "kind": (MissKind.OTHER_LAYERS, identity_of(0, kind=RecordKind.STATE)),
     "tokens": (MissKind.OTHER_TOKENS, identity_of(1)),
 }
 

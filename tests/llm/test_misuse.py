@@ -130,11 +130,11 @@ def test_a_fork_says_that_it_has_no_engine(oracle: Callable[..., Oracle]) -> Non
 PARAMETERS = {*Options.__annotations__, "chat_template", "parse_special_tokens", "sampling_defaults"}
 # Options of other commands, in messages that no user of the library meets. A new option is in neither set.
 OF_SERVERS = {
-    "admin_key", "alias", "allowed_hosts", "allowed_origins", "api_key", "api_keys", "bundle_key", "drop_volatile",
-    "explain", "host", "idle_work", "max_body", "max_bundle", "max_connections", "metrics_tenants", "port",
+    "admin_key", "alias", "allowed_hosts", "allowed_origins", "api_key", "api_keys", "drop_volatile",
+    "explain", "host", "idle_work", "max_body", "max_connections", "metrics_tenants", "port",
     "public_prompts", "responses_budget", "responses_file", "sse_keep_alive", "drain_timeout", "tool_parser",
-    "traces", "unsigned_imports", "warm", "log_format", "log_level", "adapter_directory", "show_prompts", "models",
-    "key", "media",
+    "traces", "warm", "log_format", "log_level", "adapter_directory", "show_prompts", "models",
+    "media",
 }  # fmt: skip
 
 

@@ -31,8 +31,7 @@ from property.simulated_tier import (
 )
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
-from rootstock.cache.hints import CacheHints, Retention
-from rootstock.cache.keys import Namespace
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.lease import Lease
 from rootstock.cache.pins import Pinned
 from rootstock.cache.radix_node import Boundary, CheckpointKind
@@ -59,6 +58,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.engine.sequence import Sequence
+from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Runtime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
@@ -424,7 +424,7 @@ def _live(
         _work_while_idle(idle_rng, engine)
         if connector is not None:
             connector.run()
-            verifier = engine.hit_verifier
+            verifier = engine.parts.hit_verifier
             while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
                 engine.work_idly()
         outcome.waited_for_prefix += sum(
@@ -440,19 +440,19 @@ def _live(
             engine.scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit, subject)
-    engine.idle_work.pause()
+    engine.parts.idle_work.pause()
     if connector is not None:
-        if engine.hit_verifier is not None:
-            engine.hit_verifier.pause()
-            engine.hit_verifier.forget()
-            assert not engine.hit_verifier.counts["differs"], "a false alarm"
-            outcome.verified += engine.hit_verifier.counts["agrees"]
+        if engine.parts.hit_verifier is not None:
+            engine.parts.hit_verifier.pause()
+            engine.parts.hit_verifier.restart()
+            assert not engine.parts.hit_verifier.counts["differs"], "a false alarm"
+            outcome.verified += engine.parts.hit_verifier.counts["agrees"]
         connector.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not connector.loading
-    if engine.idle_prefills is not None:
-        engine.idle_prefills.close()
-        assert not engine.idle_prefills.waiting
+    if engine.parts.idle_prefills is not None:
+        engine.parts.idle_prefills.close()
+        assert not engine.parts.idle_prefills.waiting
     pinning.end()
     outcome.pinned_prefixes += pinning.pinned
     outcome.held_for_memory += engine.scheduler.requests_held_for_memory
@@ -502,7 +502,7 @@ def _scarce_memory(seed: int) -> MemoryWatch:
 
 def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> None:
     """Asks at times for idle work on the prompt of a request, whole or in part, or with other tokens at its end."""
-    if engine.idle_prefills is None or not clients or rng.random() < 0.7:
+    if engine.parts.idle_prefills is None or not clients or rng.random() < 0.7:
         return
     of = clients[int(rng.integers(len(clients)))].request
     tokens = of.tokens[: int(rng.integers(1, len(of.tokens) + 1))]
@@ -517,14 +517,14 @@ def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> 
 
 def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
     """Does some idle work, unless a request is in the engine."""
-    if engine.idle_prefills is None or engine.scheduler.has_work:
+    if engine.parts.idle_prefills is None or engine.scheduler.has_work:
         return
     engine.step()  # the commands that queue it
-    while engine.idle_prefills.has_work and rng.random() < 0.9:
+    while engine.parts.idle_prefills.has_work and rng.random() < 0.9:
         engine.work_idly()
 
 
-class Guesses:
+class Guesses(Proposer):
     """Proposer of right, wrong and partly right drafts, also beyond the end of the answer. A seed gives always the
     same."""
 
@@ -557,14 +557,8 @@ class Guesses:
         draft[: len(right)] = right
         return draft
 
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        pass
-
-    def ended(self, sequence: Sequence, lease: Lease) -> None:
+    def completed(self, sequence: Sequence, lease: Lease) -> None:
         assert len(lease.tokens) == len(sequence.request.tokens) + max(0, len(sequence.generated) - 1)
-
-    def forget(self, namespace: Namespace | None = None) -> None:
-        pass
 
 
 def _faults(rng: np.random.Generator, seed: int, lost_share: float = LOST_SHARE) -> Callable[[Batch], None]:
@@ -643,7 +637,7 @@ def _hints(rng: np.random.Generator, prompt_tokens: int) -> CacheHints | None:
     if rng.random() < 0.5:
         return None
     retentions = tuple(
-        Retention(
+        RetentionWish(
             f"field{number}",
             None if rng.random() < 0.5 else int(rng.integers(0, prompt_tokens + 3)),
             None if rng.random() < 0.3 else float(rng.choice([-1.0, 20.0, 200.0, 1e9])),

@@ -10,11 +10,11 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, RecordKey, RecordKind
 from rootstock.cache.lease import Match
 from rootstock.cache.tier_index import TierHit
 from rootstock.engine.sequence import Sequence as RequestSequence
-from rootstock.engine.tiers.connector import Events, TierConnector
+from rootstock.engine.tiers.connector import TierConnector, TierEvents
 from rootstock.runtime.base import Runtime
 from rootstock.tiers.base import (
     AlreadyStored,
@@ -145,7 +145,7 @@ def _loaded(views: Sequence[memoryview], payload: bytes) -> Loaded:
 def check_oracle_record(record: Record) -> None:
     """Checks a record against its identity: the oracle's blocks and states hold their tokens and positions."""
     identity = record.identity
-    if identity.kind is Kind.STATE:
+    if identity.kind is RecordKind.STATE:
         position, _ = np.frombuffer(bytes(record.views()[0]), np.uint64)
         assert position == identity.end, (
             f"the state of position {position} is stored as that of {identity.end}"
@@ -277,7 +277,7 @@ class SimulatedTierConnector(TierConnector):
         self._failing = failing
         self.writer = SimulatedWriter(tier, queue_bytes)
         self.reader = SimulatedReader(self.writer.load)
-        events = Events()
+        events = TierEvents()
         tier.gone = events.gone
         super().__init__(
             runtime, cache, tier, self.writer, self.reader, events, 16, queue_bytes, clock=lambda: 0.0

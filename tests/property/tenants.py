@@ -254,7 +254,6 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
 # Bodies of routes that a tenant may not use, and of those that need an id.
 OTHER_BODIES: Mapping[str, Json] = {
     "/v1/cache/release": {"id": "pin_unknown"},
-    "/v1/cache/import": {},  # another type than that of bundles
     "/v1/models/load": {"model": "fake"},
     "/v1/models/unload": {"model": "fake"},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/absent"},
@@ -266,7 +265,7 @@ ROUTES = {
     **{
         # Warming is off: its time depends on the other requests, which its answer is allowed to tell.
         ("POST", f"/v1/cache/{name}{path}"): _posted(f"/v1/cache/{name}{path}", bodies)
-        for name in ("pin", "warm", "export")
+        for name in ("pin", "warm")
         for path, bodies in (
             ("", _EXPLAIN),
             ("/chat/completions", _body(messages=_MESSAGES)),

@@ -23,7 +23,7 @@ from rootstock.cache.families import (
     row_bytes,
     token_families,
 )
-from rootstock.cache.hints import CacheHints, Retention
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.pins import PinId, Pinned
 from rootstock.cache.plan import Plan
@@ -51,7 +51,7 @@ HINTS = st.none() | st.builds(
     ends_session=st.booleans(),
     retentions=st.lists(
         st.builds(
-            Retention,
+            RetentionWish,
             field=st.just("field"),
             end=st.none() | st.integers(0, 50),
             ttl_s=st.none() | st.sampled_from([-1.0, 5.0, 50.0, 1e9]),

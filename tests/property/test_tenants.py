@@ -80,7 +80,7 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
         ),
         *(
             Ask("POST", f"/v1/cache/{name}{path}", body=body)
-            for name in ("warm", "pin", "export")
+            for name in ("warm", "pin")
             for path, body in (
                 ("", {"prompt": prompt}),
                 ("/completions", {"prompt": prompt}),

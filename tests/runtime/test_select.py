@@ -11,7 +11,7 @@ import pytest
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime import select
-from rootstock.runtime.select import Choice, choose_runtime, leave_out_torch, load_embedder
+from rootstock.runtime.select import RuntimeChoice, choose_runtime, leave_out_torch, load_embedder
 
 Machine = Callable[..., None]
 BOTH = ("torch", "mlx")
@@ -31,18 +31,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize(
     ("installed", "apple", "device", "chosen"),
     [
-        (BOTH, True, "auto", Choice("mlx", "this is Apple Silicon, and MLX is installed")),
-        (BOTH, True, "cpu", Choice("mlx", "this is Apple Silicon, and MLX is installed")),
-        (BOTH, True, "mps", Choice("torch", "--device mps is a device of torch")),
-        (("mlx",), True, "auto", Choice("mlx", "torch is not installed")),
-        (("torch",), True, "auto", Choice("torch", "MLX is not installed")),
-        (BOTH, False, "auto", Choice("torch", "MLX is for Apple Silicon")),
-        (("torch",), False, "auto", Choice("torch", "MLX is for Apple Silicon")),
-        (("mlx",), False, "auto", Choice("mlx", "torch is not installed")),
+        (BOTH, True, "auto", RuntimeChoice("mlx", "this is Apple Silicon, and MLX is installed")),
+        (BOTH, True, "cpu", RuntimeChoice("mlx", "this is Apple Silicon, and MLX is installed")),
+        (BOTH, True, "mps", RuntimeChoice("torch", "--device mps is a device of torch")),
+        (("mlx",), True, "auto", RuntimeChoice("mlx", "torch is not installed")),
+        (("torch",), True, "auto", RuntimeChoice("torch", "MLX is not installed")),
+        (BOTH, False, "auto", RuntimeChoice("torch", "MLX is for Apple Silicon")),
+        (("torch",), False, "auto", RuntimeChoice("torch", "MLX is for Apple Silicon")),
+        (("mlx",), False, "auto", RuntimeChoice("mlx", "torch is not installed")),
     ],
 )
 def test_auto_is_mlx_on_apple_silicon_and_torch_elsewhere(
-    machine: Machine, installed: tuple[str, ...], apple: bool, device: str, chosen: Choice
+    machine: Machine, installed: tuple[str, ...], apple: bool, device: str, chosen: RuntimeChoice
 ) -> None:
     machine(*installed, apple=apple)
     assert choose_runtime("auto", device) == chosen
@@ -52,7 +52,7 @@ def test_auto_is_mlx_on_apple_silicon_and_torch_elsewhere(
 def test_a_runtime_that_is_asked_for_is_taken_on_any_machine(machine: Machine, asked: str) -> None:
     for apple in (False, True):
         machine(*BOTH, apple=apple)
-        assert choose_runtime(asked) == Choice(asked, f"--runtime is {asked}")  # type: ignore[arg-type]
+        assert choose_runtime(asked) == RuntimeChoice(asked, f"--runtime is {asked}")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

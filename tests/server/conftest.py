@@ -19,7 +19,6 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
@@ -27,6 +26,7 @@ from rootstock.server.drain import Drain
 from rootstock.server.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
+from rootstock.text.tokenizer import ModelTokenizer
 from server.held import Held
 from waiting import HANG_S, wait_until
 

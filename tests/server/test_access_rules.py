@@ -67,8 +67,8 @@ def test_a_file_has_keys_roles_and_limits(tmp_path: Path, form: str) -> None:
         digest_of("ops"): KeyRule("", Role.OPERATOR),
         digest_of("scraper"): KeyRule("", Role.METRICS),
     }
-    assert rules.limits_of("a") == TenantLimits(2, models=frozenset({"fake", "other"}))
-    assert rules.limits_of("b") == TenantLimits(max_concurrency=3, retained_bytes=2**20)
+    assert rules.tenants["a"] == TenantLimits(2, models=frozenset({"fake", "other"}))
+    assert rules.tenants.get("b", rules.default) == TenantLimits(max_concurrency=3, retained_bytes=2**20)
     assert "key-a" not in repr(rules)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rootstock.server import sessions as of
-from rootstock.server.sessions import Session, Sessions
+from rootstock.server.sessions import LoginSession, LoginSessions
 
 
 class Clock:
@@ -14,12 +14,12 @@ class Clock:
         return self.now
 
 
-def cookie(session: Session, name: str = "rootstock_session_8000") -> dict[bytes, bytes]:
+def cookie(session: LoginSession, name: str = "rootstock_session_8000") -> dict[bytes, bytes]:
     return {b"host": b"127.0.0.1:8000", b"cookie": f"other=1; {name}={session.token}; more=2".encode()}
 
 
 def test_a_cookie_finds_its_session() -> None:
-    sessions = Sessions()
+    sessions = LoginSessions()
     session = sessions.open(b"key")
     assert sessions.find(cookie(session)) is session
     assert sessions.find(cookie(session) | {b"host": b"127.0.0.1:8001"}) is None
@@ -30,14 +30,14 @@ def test_a_cookie_finds_its_session() -> None:
 
 
 def test_a_request_with_a_key_has_no_session() -> None:
-    sessions = Sessions()
+    sessions = LoginSessions()
     session = sessions.open(b"key")
     for header in (b"authorization", b"x-api-key"):
         assert sessions.find(cookie(session) | {header: b""}) is None
 
 
 def test_nothing_secret_is_shown() -> None:
-    session = Sessions().open(b"the-key")
+    session = LoginSessions().open(b"the-key")
     assert "the-key" not in repr(session)
     assert session.token not in repr(session)
     assert session.csrf not in repr(session)
@@ -46,7 +46,7 @@ def test_nothing_secret_is_shown() -> None:
 
 def test_a_session_ends_after_its_time() -> None:
     clock = Clock()
-    sessions = Sessions(clock)
+    sessions = LoginSessions(clock)
     session = sessions.open(b"key")
     clock.now += of.SESSION_S - 1
     assert sessions.is_open(session)
@@ -57,7 +57,7 @@ def test_a_session_ends_after_its_time() -> None:
 
 
 def test_the_number_of_sessions_is_bounded() -> None:
-    sessions = Sessions()
+    sessions = LoginSessions()
     first = sessions.open(b"one key")
     for _ in range(of.MAX_SESSIONS_OF_KEY):
         sessions.open(b"one key")
@@ -69,7 +69,7 @@ def test_the_number_of_sessions_is_bounded() -> None:
 
 
 def test_a_change_needs_the_right_token() -> None:
-    session = Sessions().open(b"key")
+    session = LoginSessions().open(b"key")
     assert session.allows_change({of.CSRF_HEADER: session.csrf.encode()})
     for wrong in ({}, {of.CSRF_HEADER: b""}, {of.CSRF_HEADER: session.token.encode()}):
         assert not session.allows_change(wrong)

@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.output.deltas import (
-    CallArguments,
-    CallEnded,
-    CallStarted,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-)
 from rootstock.engine.request import Finished, RequestId, TokenEvent, TokenLogprob, Usage
 from rootstock.server.openai.answers import OpenAIFormat
 from rootstock.server.openai.chat_answers import CallStyle, ChatFormat
 from rootstock.server.wire import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.text.output.deltas import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+)
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": "m"}
 ID = RequestId("r")
 DELTAS: dict[str, list[Delta]] = {
     "r": [ReasoningDelta("because ")],
-    "t": [TextDelta("yes ")],
+    "t": [ContentDelta("yes ")],
     "c": [CallStarted(0, "call_0", "look_up"), CallArguments(0, '{"input":')],
     "a": [CallArguments(0, ' "oak"}')],
     "e": [CallEnded(0, {"input": "oak"}, "<raw 0>")],

@@ -19,8 +19,8 @@ from rootstock.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from rootstock.server.openai.structured import _FIELDS as STRUCTURED
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
+from rootstock.text.constraints.openai_fields import _FIELDS as STRUCTURED
 from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until
@@ -314,7 +314,7 @@ def test_a_path_whose_base_is_wrong_is_answered_with_the_right_one(served: Any) 
         if path.startswith("/v1/")
         for method in methods
     ]
-    assert len(paths) > 40
+    assert len(paths) >= 40
     for method, template in paths:
         path = re.sub(r"{.*?}", "x", template)
         for wrong in (path.removeprefix("/v1"), f"/v1{path}", f"/api{path}"):

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.engine.constraints.turns import Turns
-from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
-from rootstock.engine.prompts.prompt_tokenizer import TokenizedPieces
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import request_bodies
 from rootstock.server.errors import ClientGone
 from rootstock.server.request_bodies import LONG_BODY_BYTES, ParsingQueue, PreparationQueue, check_shape
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.text.constraints.turns import CompileTurns
+from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
+from rootstock.text.prompts.prompt_tokenizer import TokenizedPieces
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -265,7 +265,7 @@ def test_a_short_body_that_waits_for_a_compile_lets_another_one_be_prepared(
     compiles, works, release = threading.Event(), threading.Event(), threading.Event()
 
     def compile_first() -> str:
-        with Turns(1).of("tenant", 1):
+        with CompileTurns(1).of("tenant", 1):
             compiles.set()
             assert release.wait(HANG_S)
         return "compiled"

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from engine.prompts.chat_tokenizers import chat_tokenizer
 from rootstock.server.openai.schema import (
     IGNORED,
     REFUSED,
@@ -21,6 +20,7 @@ from rootstock.server.openai.schema import (
     ExplainRequest,
 )
 from server.conftest import served_by_oracle, user
+from text.prompts.chat_tokenizers import chat_tokenizer
 
 CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 SCHEMAS = {CHAT: ChatCompletionRequest, TEXT: CompletionRequest, EXPLAIN: ExplainRequest}

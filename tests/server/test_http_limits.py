@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.connection import HttpLimits, Phase, _undrained_bytes
+from rootstock.server.connection import ConnectionPhase, HttpLimits, _undrained_bytes
 from server.raw_http import Clock, RawClient, dechunked, post
 from waiting import wait_until
 
@@ -171,12 +171,12 @@ def test_a_header_without_an_end_is_refused_while_it_arrives(serve: Any, clock: 
         client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ")
         sent = 0
         for _ in range(40):
-            if clock.connections and clock.connections[-1]._phase is Phase.REFUSED:
+            if clock.connections and clock.connections[-1]._phase is ConnectionPhase.REFUSED:
                 break
             client.send(b"a" * 4 * KIB)
             sent += 4 * KIB
             clock.received(
-                lambda c: c._phase is Phase.REFUSED or c._unframed_bytes >= sent  # noqa: B023
+                lambda c: c._phase is ConnectionPhase.REFUSED or c._unframed_bytes >= sent  # noqa: B023
             )
         assert sent <= LIMITS.head_bytes + 32 * KIB
         assert client.error()[:2] == (431, "head_too_large")
@@ -354,7 +354,7 @@ def test_a_head_that_arrives_byte_by_byte_times_out(serve: Any, clock: Clock) ->
             client.send(bytes([byte]))
             clock.received(lambda c: c._unframed_bytes > second)  # noqa: B023
             clock.pass_time(1)
-            assert clock.connections[-1]._phase is Phase.HEAD
+            assert clock.connections[-1]._phase is ConnectionPhase.HEAD
         clock.pass_time(2)
         assert client.error()[:2] == (408, "request_timeout")
         assert client.is_closed()
@@ -367,7 +367,7 @@ def test_a_body_that_stops_or_drips_times_out(serve: Any, clock: Clock, drip: in
             client.send(head_of(1_000_000) + b" " * 500_000)
             clock.received(lambda c: c._body_bytes == 500_000)
             clock.pass_time(LIMITS.body_window_s + 1)  # enough bytes came in the first window
-            assert clock.connections[-1]._phase is Phase.BODY
+            assert clock.connections[-1]._phase is ConnectionPhase.BODY
             client.send(b" " * drip)
             clock.received(lambda c: c._body_bytes == 500_000 + drip)
             clock.pass_time(LIMITS.body_window_s + 1)
@@ -386,7 +386,9 @@ def test_a_large_body_over_a_slow_line_is_answered_within_the_bound_on_its_time(
         body = b" " * (step * windows) + json.dumps(SHORT).encode()
         client.send(head_of(len(body)))
         sent = 0
-        while sent < step * windows and not (sent and clock.connections[-1]._phase is Phase.REFUSED):
+        while sent < step * windows and not (
+            sent and clock.connections[-1]._phase is ConnectionPhase.REFUSED
+        ):
             client.send(body[sent : sent + step])
             sent += step
             clock.received(lambda c: c._body_bytes >= sent)  # noqa: B023
@@ -413,14 +415,14 @@ def test_a_connection_is_usable_after_a_refused_body_and_closes_when_idle(serve:
         client.send(head_of(100_000))
         assert client.error()[:2] == (413, "body_too_large")
         client.send(b"x" * 100_000)
-        clock.received(lambda c: c._phase is Phase.IDLE)
+        clock.received(lambda c: c._phase is ConnectionPhase.IDLE)
         clock.pass_time(LIMITS.discard_s + 1)
         client.send(HEALTH)
         assert client.answer()[0] == 200
         client.send(head_of(100_000))
         assert client.error()[:2] == (413, "body_too_large")
         client.send(b"x" * 100_000)
-        clock.received(lambda c: c._phase is Phase.IDLE)
+        clock.received(lambda c: c._phase is ConnectionPhase.IDLE)
         clock.pass_time(LIMITS.keep_alive_s + 1)
         assert client.is_closed()
 
@@ -429,7 +431,7 @@ def test_a_refused_client_that_does_not_close_is_cut_off(serve: Any, clock: Cloc
     with serve() as served, RawClient(served) as client:
         client.send(b"nonsense\r\n\r\n")
         assert client.error()[:2] == (400, "malformed_http")
-        clock.received(lambda c: c._phase is Phase.REFUSED)
+        clock.received(lambda c: c._phase is ConnectionPhase.REFUSED)
         assert not clock.connections[-1].transport.is_closing()
         clock.pass_time(LIMITS.linger_s + 1)
         assert clock.connections[-1].transport.is_closing()

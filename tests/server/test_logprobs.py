@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from rootstock.config import EngineConfig
 from rootstock.engine import step
-from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.request import (
     Finished,
     Logprobs,
@@ -31,9 +30,17 @@ from rootstock.engine.request import (
 from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
-from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
+from rootstock.server.json_pieces import (
+    CHUNK_CHARACTERS,
+    KeptPieces,
+    LazyList,
+    in_chunks,
+    items_text,
+    json_pieces,
+)
 from rootstock.server.openai import completion_answers
-from rootstock.server.wire import Call, ChoiceHistory
+from rootstock.server.wire import ApiCall, ChoiceHistory
+from rootstock.text.limits import MAX_LOGPROBS
 from server.asgi import ask
 from waiting import HANG_S
 
@@ -239,7 +246,7 @@ JSON = st.recursive(
 
 @given(values=st.lists(JSON), member=JSON, cut=st.integers(1, 3))
 def test_json_in_pieces_equals_the_value(values: list[Any], member: Any, cut: int) -> None:
-    parts = Kept(items_text(values[at : at + cut]) for at in range(0, len(values), cut))
+    parts = KeptPieces(items_text(values[at : at + cut]) for at in range(0, len(values), cut))
     lazy = {"a": member, "b": {"c": LazyList(parts, parts), "d": LazyList()}, "e": iter(values), "f": {}}
     eager = {"a": member, "b": {"c": values + values, "d": []}, "e": values, "f": {}}
     assert json.loads("".join(in_chunks(json_pieces(lazy)))) == eager
@@ -253,7 +260,7 @@ def test_kept_pieces_are_made_once_for_several_readers() -> None:
             made.append(text)
             yield text
 
-    kept = Kept(make())
+    kept = KeptPieces(make())
     one, other = iter(kept), iter(kept)
     assert next(one) == next(other) == "a"
     assert list(one) == ["b", "c"]
@@ -282,7 +289,7 @@ def test_a_history_returns_the_logprobs_of_its_events() -> None:
 
 def call_of(
     prompts: list[int], n: int, max_tokens: int | None, top: int | None, scored: int | None = None
-) -> Call:
+) -> ApiCall:
     requests = tuple(
         Request(
             RequestId(f"{prompt}-{choice}"),
@@ -294,7 +301,7 @@ def call_of(
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)
     )
-    return Call(None, requests, n, stream=False)  # type: ignore[arg-type]
+    return ApiCall(None, requests, n, stream=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +314,7 @@ def call_of(
         call_of([30_000], 4, None, 20),
     ],
 )
-def test_requests_of_evaluations_and_clients_are_within_the_bound(call: Call) -> None:
+def test_requests_of_evaluations_and_clients_are_within_the_bound(call: ApiCall) -> None:
     call.refuse_too_many_logprobs(context_limit=131_072)
 
 

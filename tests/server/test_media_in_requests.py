@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 from rootstock.config import EngineConfig, ServerConfig
 from server.conftest import Served, assert_error, served_by_oracle
+from text.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 
 Json = dict[str, Any]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

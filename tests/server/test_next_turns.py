@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.prompts.chat_tokenizers import chat_tokenizer
 from rootstock.cache.families import Family
 from rootstock.config import EngineConfig
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from server.conftest import GREEDY, Served, served_by_oracle, user
+from text.prompts.chat_tokenizers import chat_tokenizer
 from waiting import wait_until
 
 WORDS = (

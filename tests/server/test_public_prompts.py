@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.engine.prompts.public_prompts import read_public_prompts
 from rootstock.errors import InvalidOption
+from rootstock.text.prompts.public_prompts import read_public_prompts
 from server.conftest import Served
 from server.test_access import CHAT, CLEAR, COMPLETIONS, EXPLAIN, code, key
 
@@ -158,7 +158,6 @@ def observed(served: Served, who: str) -> Iterator[Any]:
             yield told("POST", f"/v1/cache/explain{suffix}", body)
             yield told("POST", f"/v1/cache/pin{suffix}", body)
             yield told("POST", f"/v1/cache/warm{suffix}?wait=true", body)
-            yield told("POST", f"/v1/cache/export{suffix}", body)
         yield told("GET", "/v1/cache/pins")
         yield told("GET", "/v1/cache/volatile")
         yield told("POST", "/v1/chat/completions", {**chat_body, "max_tokens": 1, "temperature": 0})
@@ -204,7 +203,7 @@ def test_no_route_tells_whether_another_tenant_has_used_a_text(
             assert len(served.client.get("/v1/cache/pins", headers=key("key-a")).json()["pins"]) == len(pins)
             told.append(seen)
             own.append(list(observed(served, "key-a")))
-    assert len(told[0]) > 60
+    assert len(told[0]) >= 60
     for with_secret, without in zip(*told, strict=True):
         assert with_secret == without
     assert own[0] != own[1], "the comparison would notice it"

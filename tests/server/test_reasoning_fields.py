@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.chat_template import TemplateNames
 from rootstock.errors import InvalidParameter
 from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.fields import EFFORTS
 from rootstock.server.openai.schema import ChatCompletionRequest
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.text.chat_template import TemplateNames
 from server.conftest import Served, served_by_oracle, user
 
 Json = dict[str, Any]

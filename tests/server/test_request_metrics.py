@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
+from rootstock.engine.request import Finished, RequestId, Usage
 from rootstock.server.families import Buckets, Families
+from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.server.request_metrics import (
     LATENCY_S,
     RequestMetrics,
     Series,
-    Timing,
     add_requests,
     token_bounds,
 )
@@ -25,8 +27,11 @@ def end(usage: Usage = USAGE) -> Finished:
     return Finished(RequestId("x"), "stop", usage)
 
 
-def token() -> TokenEvent:
-    return TokenEvent(RequestId("x"), 1, "a")
+def info(
+    measured: Measured | None = None, usage: Usage | None = None, model: str = "m", tenant: str = ""
+) -> RequestInfo:
+    """Returns the facts about a request that has ended."""
+    return RequestInfo("id", "POST", "/", measured=measured, usage=usage, model=model, tenant=tenant)
 
 
 def test_buckets_count_up_to_their_bounds_and_any_subset_can_be_shown() -> None:
@@ -37,22 +42,9 @@ def test_buckets_count_up_to_their_bounds_and_any_subset_can_be_shown() -> None:
     assert buckets.sampled((2,)) == ([("2.0", 3), ("+Inf", 4)], 10.0)
 
 
-def test_merged_buckets_count_later_observations_in_the_other_ones() -> None:
-    first, second, kept = Buckets((1,)), Buckets((1,)), Buckets((1,))
-    first.observe(1)
-    first.merge_into(kept)
-    first.observe(2)
-    second.observe(3)
-    second.merge_into(kept)
-    first.observe(4)
-    assert kept.sampled((1,)) == ([("1.0", 1), ("+Inf", 4)], 10.0)
-
-
 def test_phases_of_a_request_are_disjoint_and_add_up_to_its_time() -> None:
     series = Series()
-    timing = Timing(series)
-    timing.submitted(1)
-    timing.finished(end(), 5)
+    series.observe(info(Measured(1, finished=[(end(), 5)])))
     sums = {name: buckets.sampled(())[1] for name, buckets in series.histograms()}
     assert (
         sums["queue_s"] + sums["loading_s"] + sums["prefill_s"] + sums["decode_s"] == sums["total_s"] == 8.0
@@ -67,10 +59,8 @@ def test_phases_of_a_request_are_disjoint_and_add_up_to_its_time() -> None:
 
 def test_tokens_are_observed_as_the_first_one_and_as_gaps() -> None:
     series = Series()
-    timing = Timing(series)
-    timing.submitted(2)
-    timing.tokens([(0, token()), (1, token()), (0, token())])
-    timing.tokens([(0, token())])
+    times, requests = array("d", [1.0, 1.0, 1.0, 2.0]), array("i", [0, 1, 0, 0])
+    series.observe(info(Measured(2, 0.5, times, requests)))
     assert series.ttft_s.sampled(())[0] == [("+Inf", 2)]
     assert series.itl_s.sampled(())[0] == [("+Inf", 2)]
 
@@ -88,14 +78,13 @@ def total(metrics: RequestMetrics, name: str) -> dict[str, float]:
 
 def test_what_a_tenant_without_a_label_had_is_added_to_the_others() -> None:
     metrics = RequestMetrics(1)
-    running = metrics.timing("m", "first")
-    running.submitted(1)
-    running.finished(end(), 5)
+    metrics.observe(info(Measured(1, finished=[(end(), 5)]), tenant="first"))
     for _ in range(2):
-        metrics.timing("m", "second").answered(USAGE, 1)
+        metrics.observe(info(usage=USAGE, tenant="second"))
     assert total(metrics, "rootstock_ended_requests_total") == {OTHERS: 1}
-    running.finished(end(), 5)  # a request that began with the label
-    running.ended("abort", 1)
+    # A request that began when its tenant had the label.
+    measured = Measured(1, finished=[(end(), 5)], unanswered=Counter(abort=1))
+    metrics.observe(info(measured, tenant="first"))
     assert total(metrics, "rootstock_request_seconds_count") == {OTHERS: 2, "second": 0}
     assert total(metrics, "rootstock_prompt_tokens_total") == {OTHERS: 100, "second": 100}
     assert metrics.of_model("m").ended == {"stop": 2, "abort": 1}
@@ -104,7 +93,7 @@ def test_what_a_tenant_without_a_label_had_is_added_to_the_others() -> None:
 def test_the_number_of_series_is_bounded_whatever_tenants_are_named() -> None:
     metrics = RequestMetrics(3)
     for number in range(1_000):
-        metrics.timing("m", f"tenant {number}").answered(USAGE, 1)
+        metrics.observe(info(usage=USAGE, tenant=f"tenant {number}"))
     found = total(metrics, "rootstock_prompt_tokens_total")
     assert len(found) == 4
     assert sum(found.values()) == 100 * 1_000
@@ -113,7 +102,7 @@ def test_the_number_of_series_is_bounded_whatever_tenants_are_named() -> None:
 def test_models_are_kept_apart_and_tenants_added_up_for_readers_who_may_not_see_them() -> None:
     metrics = RequestMetrics(3)
     for model, tenant in (("a", "x"), ("a", "y"), ("b", "x")):
-        metrics.timing(model, tenant).answered(USAGE, 1)
+        metrics.observe(info(usage=USAGE, model=model, tenant=tenant))
     found = [(labels, series.tokens["prompt"]) for labels, series in metrics.by_model()]
     assert found == [({"model_name": "a"}, 200), ({"model_name": "b"}, 100)]
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import TemplateInput, template_input
-from rootstock.engine.prompts import boundaries
-from rootstock.engine.prompts.text_alignment import shared
-from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.testing.fake_runtime import FULL
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import TemplateInput, template_input
+from rootstock.text.prompts import boundaries
+from rootstock.text.prompts.text_alignment import shared
+from rootstock.text.tokenizer import HFTokenizer
 from server.conftest import Served
+from text.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 
 Json = dict[str, Any]
 STATE, WINDOW = RecurrentState(2, 64), SlidingWindow(3, 16, window=24)

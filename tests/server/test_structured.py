@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Choice, Grammar, JsonSchema, Lark, Regex
 from rootstock.errors import RequestError
-from rootstock.server.openai.structured import constraint_of
+from rootstock.text.constraints.asked import ANY_JSON_OBJECT, Choice, Grammar, JsonSchema, Lark, Regex
+from rootstock.text.constraints.openai_fields import constraint_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.special_tokens import MARK
 from rootstock.server.openai import tokenization
 from rootstock.server.openai.tokenization import Detokenized, Tokenized
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS
+from rootstock.text.special_tokens import MARK
 from server.conftest import assert_error, served_by_oracle, user
 
 LIMIT = 4096  # tokens of the served model's context

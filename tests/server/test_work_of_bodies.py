@@ -20,12 +20,11 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from engine.prompts.chat_tokenizers import chat_tokenizer
 from hostile_bodies import CHAT, COMPLETIONS, FAMILIES, MESSAGES, ODD_TEXTS, RESPONSES, Family, encoded
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.errors import RequestError
+from rootstock.pipeline.model import ServedModel
 from rootstock.server import request_bodies
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
@@ -36,9 +35,10 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
-from rootstock.server.wire import ServedModel
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.prompts.fingerprint import Fingerprints
 from rootstock.units import MIB
+from text.prompts.chat_tokenizers import chat_tokenizer
 
 Prepare = Callable[[dict[str, Any]], object]
 SMALL, LARGE = 150, 1_200
@@ -177,9 +177,9 @@ def test_long_texts_are_joined_once(prepares: Mapping[str, Prepare], role: str) 
 def test_a_prompt_that_cannot_fit_is_refused_before_any_message_is_built(
     prepares: Mapping[str, Prepare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rootstock.server import wire
+    from rootstock.pipeline import model
 
-    monkeypatch.setattr(wire, "template_input", lambda *_: pytest.fail("it was built"))
+    monkeypatch.setattr(model, "template_input", lambda *_: pytest.fail("it was built"))
     for route, body in (
         (CHAT, {"messages": [{"role": "system", "content": "word " * 1_000_000}] * 16}),
         (

@@ -30,7 +30,7 @@ from rootstock.runtime.torch.hooks import AttentionCall
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
-from rootstock.runtime.torch.state_pool import StateCache, StatePool
+from rootstock.runtime.torch.state_pool import StateCache, TorchStatePool
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
 from twins import ways
 from twins.test_twins import twin_in
@@ -95,7 +95,7 @@ def constant(value: Any) -> Callable[[Any], Any]:
 
 
 def from_the_next_slot(right: Any) -> Any:
-    def copy(self: StatePool, copies: Sequence[StateCopy]) -> None:
+    def copy(self: TorchStatePool, copies: Sequence[StateCopy]) -> None:
         right(self, [StateCopy((c.source + 1) % self.slots, c.target) for c in copies])
 
     return copy
@@ -103,7 +103,7 @@ def from_the_next_slot(right: Any) -> Any:
 
 def stores_only(kind: str) -> Callable[[Any], Any]:
     def wrong(right: Any) -> Any:
-        def write(self: StatePool, shape: Any, slots: Any, states: Any) -> None:
+        def write(self: TorchStatePool, shape: Any, slots: Any, states: Any) -> None:
             if shape.key.kind == kind:
                 right(self, shape, slots, states)
 
@@ -223,7 +223,7 @@ KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attentio
 # Of modules that are fused, and of those that run as they are.
 SCORES = ((PackedCache, "attend"), (step_cache._PooledLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
-STORE = ((StatePool, "write"),)
+STORE = ((TorchStatePool, "write"),)
 
 MUTATIONS = (
     # scores
@@ -272,9 +272,12 @@ MUTATIONS = (
     Mutation("a bias is dropped", "inkling_text", ((hooks, "_attend_alone"),), without("position_bias")),
     Mutation("a bias is taken for a mask", "doge", ((hooks, "_attend_alone"),), yes_or_no),
     # states
-    Mutation("states are not restored", "mamba2", ((StatePool, "copy"),), nothing),
+    Mutation("states are not restored", "mamba2", ((TorchStatePool, "copy"),), nothing),
     Mutation(
-        "states are restored from the next slot", "qwen3_next", ((StatePool, "copy"),), from_the_next_slot
+        "states are restored from the next slot",
+        "qwen3_next",
+        ((TorchStatePool, "copy"),),
+        from_the_next_slot,
     ),
     Mutation("states of convolutions stay as they were", "mamba2", STORE, stores_only("recurrent_states")),
     Mutation("the only states stay as they were", "lfm2", STORE, stores_only("recurrent_states")),

@@ -19,11 +19,11 @@ from common import argument_parser, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import template_input
-from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
-from rootstock.engine.prompts.text_alignment import shared
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import template_input
+from rootstock.text.prompts.boundaries import boundaries_of
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
+from rootstock.text.prompts.text_alignment import shared
 
 NEAR_TOKENS = 4
 

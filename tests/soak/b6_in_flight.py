@@ -15,7 +15,7 @@ from agent_world import Agent, prose, served
 from common import argument_parser, at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
-from rootstock.engine.prompts.text_alignment import shared
+from rootstock.text.prompts.text_alignment import shared
 
 AMPLE_BYTES = 256 << 20
 PREFIX_TOKENS = 2000

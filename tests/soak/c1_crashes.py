@@ -38,8 +38,8 @@ from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
-from rootstock.tiers.disk.index import Index, Row
-from rootstock.tiers.disk.record import Place
+from rootstock.tiers.disk.index import Index, IndexRow
+from rootstock.tiers.disk.record import RecordLocation
 from rootstock.tiers.disk.tier import DiskTier
 
 # With the larger cap several records make a group that is synced and committed at once; with the smaller one each is
@@ -106,7 +106,9 @@ def watched(note: Note) -> Iterator[None]:
         note("end", ())
         return outcomes
 
-    def telling_replace(index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
+    def telling_replace(
+        index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[IndexRow, RecordLocation]]
+    ) -> None:
         going.update(lost)
         note("evicting", lost)
         replace(index, lost, moves)

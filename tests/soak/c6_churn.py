@@ -41,7 +41,7 @@ from common import argument_parser, at_least, at_most, conclude, exactly
 
 from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
-from rootstock.cache.keys import Identity, Kind, Namespace
+from rootstock.cache.keys import Identity, Namespace, RecordKind
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import Loaded, MissKind, Ready, Record
@@ -327,7 +327,8 @@ def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
         before, whole = (n.to_bytes(16, "little") for n in (number, number + 2**32))
         start = BLOCK_SIZE * (number % 50)
         return Record(
-            Identity(namespace, "full", 4, "float32", Kind.BLOCKS, start, tokens, before, whole), [payload]
+            Identity(namespace, "full", 4, "float32", RecordKind.BLOCKS, start, tokens, before, whole),
+            [payload],
         )
 
     tier = DiskTier.open(folder, cap_bytes)

@@ -27,7 +27,7 @@ from rootstock.runtime.mlx.kv_pool import KVPool, LayerPool
 from rootstock.runtime.mlx.rows import FamilyRows
 from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.mlx.stand_ins import StandIn
-from rootstock.runtime.mlx.state_pool import StatePool
+from rootstock.runtime.mlx.state_pool import MlxStatePool
 from twins import ways
 from twins.mlx_served import load
 from twins.test_mlx_twins import twin_in
@@ -84,7 +84,7 @@ def of_the_first_family(right: Any) -> Any:
 def last_state_lost(right: Any) -> Any:
     """Clears the last array of each layer's states."""
 
-    def take(self: StatePool, slots: Sequence[int]) -> Any:
+    def take(self: MlxStatePool, slots: Sequence[int]) -> Any:
         states = right(self, slots)
         return {path: [*arrays[:-1], mx.zeros_like(arrays[-1])] for path, arrays in states.items()}
 
@@ -307,46 +307,48 @@ MUTATIONS = (
         ),
     ),
     # states
-    Mutation("states are not restored", MAMBA, function(StatePool, "copy"), nothing),
+    Mutation("states are not restored", MAMBA, function(MlxStatePool, "copy"), nothing),
     Mutation(
         "states are restored from the next slot",
         QWEN,
-        function(StatePool, "copy"),
+        function(MlxStatePool, "copy"),
         edited("self._rows.get(copy.source)", "self._rows.get((copy.source + 1) % self._slots)"),
     ),
     Mutation(
         "sequences get one another's states",
         QWEN,
-        function(StatePool, "joined"),
+        function(MlxStatePool, "joined"),
         edited("[self._rows[slot] for slot in slots]", "[self._rows[slot] for slot in reversed(slots)]"),
     ),
     Mutation(
         "the last batch's states are returned for other slots",
         NEMOTRON,
-        function(StatePool, "joined"),
+        function(MlxStatePool, "joined"),
         edited("self._last.slots == tuple(slots)", "len(self._last.slots) == len(slots)"),
     ),
     Mutation(
         "a batch is split into the states of its first sequence",
         MAMBA,
-        function(StatePool, "_split"),
+        function(MlxStatePool, "_split"),
         edited("array[row : row + 1]", "array[:1]"),
     ),
     Mutation(
         "a batch is split in another order",
         NEMOTRON,
-        function(StatePool, "_split"),
+        function(MlxStatePool, "_split"),
         edited("enumerate(last.slots)", "enumerate(reversed(last.slots))"),
     ),
     Mutation(
         "a batch keeps the states of its first forward",
         MAMBA,
-        function(StatePool, "put"),
+        function(MlxStatePool, "put"),
         edited("self._last = _BatchStates(", "self._last = self._last or _BatchStates("),
     ),
-    Mutation("the recurrent part of a state is lost", QWEN, function(StatePool, "joined"), last_state_lost),
+    Mutation(
+        "the recurrent part of a state is lost", QWEN, function(MlxStatePool, "joined"), last_state_lost
+    ),
     Mutation("states stay as they were", MAMBA, CALL, edited("self._state_pool.put(slots, states)", "pass")),
-    Mutation("a state's bytes come back in another order", QWEN, function(StatePool, "read"), in_reverse),
+    Mutation("a state's bytes come back in another order", QWEN, function(MlxStatePool, "read"), in_reverse),
     Mutation(
         "a sequence begins with its slot's old state",
         MAMBA,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, identify
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.tier import DiskTier
@@ -45,7 +45,7 @@ def identity_of(
     start: int = 16,
     end: int = 29,
     namespace: Namespace = NAMESPACE,
-    kind: Kind = Kind.BLOCKS,
+    kind: RecordKind = RecordKind.BLOCKS,
     layers: int = 4,
     dtype: str = "float32",
 ) -> Identity:

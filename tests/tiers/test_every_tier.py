@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock.cache.keys import Kind, Namespace, identify
+from rootstock.cache.keys import Namespace, RecordKind, identify
 from rootstock.tiers.base import (
     Loaded,
     Miss,
@@ -86,12 +86,12 @@ def test_a_record_without_a_payload_is_a_record(tier: Tier) -> None:
 
 def test_a_state_is_found_by_its_position_with_any_start(tier: Tier) -> None:
     tokens = prefix(3, 40)
-    record = record_of(identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, 16))
+    record = record_of(identify(NAMESPACE, "state", 2, "float32", RecordKind.STATE, tokens, 16))
     tier.store([record])
     for start in (0, 16, 39, 40):
-        state = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, start)
+        state = identify(NAMESPACE, "state", 2, "float32", RecordKind.STATE, tokens, start)
         assert is_right(tier.load(state), record)
-    earlier = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens[:39], 16)
+    earlier = identify(NAMESPACE, "state", 2, "float32", RecordKind.STATE, tokens[:39], 16)
     assert tier.load(earlier) == Miss(MissKind.ABSENT)
 
 
@@ -103,7 +103,7 @@ def test_another_namespace_dtype_position_or_token_is_another_record(tier: Tier)
         identity_of(1, end=28),
         identity_of(1, dtype="bfloat16"),
         identity_of(1, layers=5),
-        identity_of(1, kind=Kind.STATE),
+        identity_of(1, kind=RecordKind.STATE),
         identity_of(1, namespace=Namespace("weights", "float32", salt="tenant")),
         identity_of(1, namespace=Namespace("other weights", "float32")),
     ):

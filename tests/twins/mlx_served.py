@@ -26,7 +26,7 @@ from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 from rootstock.runtime.mlx.load import load_model
 from rootstock.runtime.mlx.runner import MlxRuntime
 from rootstock.runtime.mlx.self_check import noise, own_logits
-from rootstock.runtime.trial import Measure, ScoredRows, Verdict, compare
+from rootstock.runtime.trial import Measure, ScoredRows, TrialResult, compare
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from twins.driving import Scoring, lease_of
 from twins.mlx_architectures import VOCAB
@@ -166,7 +166,7 @@ class Recorder(Scoring):
         return "copied" if past % BLOCK_SIZE else "shared"
 
 
-def compared(recorder: Recorder, model: nn.Module) -> Verdict:
+def compared(recorder: Recorder, model: nn.Module) -> TrialResult:
     """Compares the recorded rows with mlx-lm's model and its own cache. Raises Disagreement."""
     sequences = recorder.sequences
     one_pass = {name: own_logits(model, tokens) for name, tokens in sequences.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rootstock.bench.scenario import TOOLS, Agent, add_step, first_messages
+from rootstock.bench.scenario import TOOLS, ScriptedAgent, add_step, first_messages
 from rootstock.errors import StartupError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def require_openai() -> None:
         ) from error
 
 
-def run_agents(agents: Sequence[Agent], url: str, model: str, tell: Listener) -> float:
+def run_agents(agents: Sequence[ScriptedAgent], url: str, model: str, tell: Listener) -> float:
     """Runs all agents at once, to their last step, and returns the seconds. Reports failures through `tell`."""
     import openai
 
@@ -95,7 +95,7 @@ def run_agents(agents: Sequence[Agent], url: str, model: str, tell: Listener) ->
         return time.monotonic() - began
 
 
-def _converse(client: openai.OpenAI, model: str, agent: Agent, tell: Listener) -> None:
+def _converse(client: openai.OpenAI, model: str, agent: ScriptedAgent, tell: Listener) -> None:
     messages = first_messages()
     try:
         for turn, step in enumerate(agent.steps, 1):

@@ -7,13 +7,9 @@ small model → server with the cache → agents
 from __future__ import annotations
 
 import contextlib
-import signal
 import statistics
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, assert_never
 
 import httpx
@@ -34,8 +30,8 @@ from rootstock.bench.agents import (
     require_openai,
     run_agents,
 )
-from rootstock.bench.scenario import AGENTS, Agent
-from rootstock.bench.serving import ServerProcess
+from rootstock.bench.scenario import AGENTS, ScriptedAgent
+from rootstock.bench.serving import ServerProcess, signals_unwind
 from rootstock.bench.tiny_model import NAME, ensure_tiny_model
 from rootstock.units import in_units
 
@@ -44,7 +40,7 @@ BAR_WIDTH = 12  # characters
 
 
 @dataclass(slots=True)
-class Round:
+class DemoRound:
     """Run of the agents against one server, with the results of its requests. Written by the agents' threads."""
 
     title: str
@@ -92,7 +88,7 @@ class Savings:
         return self.wall_s[1] - self.wall_s[0]
 
 
-def run_demo(console: Console | None = None, agents: Sequence[Agent] = AGENTS) -> int:
+def run_demo(console: Console | None = None, agents: Sequence[ScriptedAgent] = AGENTS) -> int:
     """Runs the demo and returns the exit status: 0 only if every answer was the same with and without the cache.
 
     Raises StartupError if the openai package is missing or a server does not start.
@@ -100,14 +96,14 @@ def run_demo(console: Console | None = None, agents: Sequence[Agent] = AGENTS) -
     console = console or Console()
     require_openai()
     try:
-        with _signals_end_the_demo():
+        with signals_unwind():
             return _Demo(console, agents).run()
     except KeyboardInterrupt:
         console.print("\nStopped.")
         return 130
 
 
-def savings(with_cache: Round, without: Round) -> Savings:
+def savings(with_cache: DemoRound, without: DemoRound) -> Savings:
     asked = sorted(with_cache.sent | without.sent, key=lambda each: (each.agent, each.turn))
     warm, cold = with_cache.cache, without.cache
     return Savings(
@@ -125,11 +121,11 @@ def savings(with_cache: Round, without: Round) -> Savings:
 
 
 class _Demo:
-    def __init__(self, console: Console, agents: Sequence[Agent]) -> None:
+    def __init__(self, console: Console, agents: Sequence[ScriptedAgent]) -> None:
         self._console = console
         self._agents = agents
-        self._with = Round("with the cache")
-        self._without = Round("without it")
+        self._with = DemoRound("with the cache")
+        self._without = DemoRound("without it")
         self._note = ""  # the current activity, shown below the table
         self._spinner = Spinner("dots")  # kept between frames: it holds its phase
 
@@ -154,7 +150,7 @@ class _Demo:
         self._console.print(summary(found))
         return 0 if not found.different else 1
 
-    def _play(self, round: Round, directory: str, more_options: list[str]) -> None:
+    def _play(self, round: DemoRound, directory: str, more_options: list[str]) -> None:
         """Runs all agents against one server and keeps the counters of that server."""
         self._say(f"starting a server: {round.title}")
         options = ["--port", "0", "--dtype", "float32", "--kv-budget", KV_BUDGET, "--served-model-name", NAME]
@@ -197,7 +193,7 @@ class _Demo:
 # ---- display
 
 
-def requests_table(agents: Sequence[Agent], with_cache: Round, without: Round) -> Table:
+def requests_table(agents: Sequence[ScriptedAgent], with_cache: DemoRound, without: DemoRound) -> Table:
     table = Table(box=None, pad_edge=True, padding=(0, 1), header_style="bold")
     table.add_column("agent")
     for heading in ("turn", "prompt\ntokens", "cached\ntokens"):
@@ -211,7 +207,7 @@ def requests_table(agents: Sequence[Agent], with_cache: Round, without: Round) -
     return table
 
 
-def _cells(asked: Asked, with_cache: Round, without: Round) -> list[RenderableType]:
+def _cells(asked: Asked, with_cache: DemoRound, without: DemoRound) -> list[RenderableType]:
     answer = with_cache.answers.get(asked)
     cells: list[RenderableType] = [asked.agent if asked.turn == 1 else "", str(asked.turn)]
     if answer is None:
@@ -224,14 +220,14 @@ def _cells(asked: Asked, with_cache: Round, without: Round) -> list[RenderableTy
     return [*cells, _wait(asked, with_cache, "green"), _wait(asked, without, "yellow")]
 
 
-def _wait(asked: Asked, round: Round, style: str) -> Text:
+def _wait(asked: Asked, round: DemoRound, style: str) -> Text:
     ttft_s = round.ttft_s.get(asked)
     if ttft_s is None:
         return Text("waits" if asked in round.sent else "", style="dim")
     return Text(f"{ttft_s * 1000:,.0f} ms", style=style if asked in round.answers else f"{style} dim")
 
 
-def _line(round: Round, answer: Answered) -> str:
+def _line(round: DemoRound, answer: Answered) -> str:
     return (
         f"  {round.title:<14}  {answer.asked.agent:<10} turn {answer.asked.turn}  "
         f"{answer.prompt_tokens:>6,} prompt tokens  {answer.cached_tokens:>6,} cached  "
@@ -279,22 +275,3 @@ def _outcome(answers: Mapping[Asked, Answered], asked: Asked) -> object:
 
 def _median(seconds: Mapping[Asked, float]) -> float:
     return statistics.median(seconds.values())
-
-
-@contextlib.contextmanager
-def _signals_end_the_demo() -> Iterator[None]:
-    """Makes SIGTERM and a closed terminal unwind the stack, like Ctrl-C, to end the server as well."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
-        yield
-        return
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {getattr(signal, name): signal.signal(getattr(signal, name), leave) for name in names}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,10 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from rootstock.bench.targets import Dialogue, Sample, Target
-from rootstock.bench.workloads import LeastPossible, Workload
+from rootstock.bench.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +51,3 @@ def play(workload: Workload, target: Target) -> Played:
         if waiting:
             open_next()
     return Played(tuple(tuple(each) for each in samples), time.monotonic() - began)
-
-
-def least_possible(played: Played, before: Played | None = None) -> LeastPossible:
-    """Counts the fewest prompt tokens, or bytes of text, that a cache could compute after `before` has run."""
-    least = LeastPossible()
-    if before is not None:
-        _tell(before, least)
-        least.forget_costs()
-    _tell(played, least)
-    return least
-
-
-def _tell(played: Played, least: LeastPossible) -> None:
-    events: list[tuple[float, int, Sample]] = []
-    for sample in played.flat:
-        events += [(sample.sent_at, 1, sample), (sample.ended_at, 0, sample)]
-    events.sort(key=lambda event: event[:2])  # at one instant, ends come before new requests
-    for _, sent, sample in events:
-        if sent:
-            least.asked(sample.prompt)
-        elif sample.error is None:
-            least.answered(np.concatenate([sample.prompt, sample.answer]))

@@ -166,7 +166,7 @@ Step = UserSays | ToolAnswers  # the message before an agent's answer
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class ScriptedAgent:
     name: str
     steps: tuple[Step, ...]
 
@@ -190,8 +190,8 @@ def add_step(messages: list[Json], step: Step) -> None:
             assert_never(step)
 
 
-AGENTS: tuple[Agent, ...] = (
-    Agent(
+AGENTS: tuple[ScriptedAgent, ...] = (
+    ScriptedAgent(
         "bug hunter",
         (
             UserSays(
@@ -223,7 +223,7 @@ AGENTS: tuple[Agent, ...] = (
             ),
         ),
     ),
-    Agent(
+    ScriptedAgent(
         "reviewer",
         (
             UserSays(
@@ -257,7 +257,7 @@ AGENTS: tuple[Agent, ...] = (
             ),
         ),
     ),
-    Agent(
+    ScriptedAgent(
         "writer",
         (
             UserSays(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import IO
 
 from rootstock.errors import StartupError
@@ -24,7 +27,7 @@ class ServerProcess:
     """Running server: `with ServerProcess(["MODEL", "--port", "0"]) as server:`, then `server.url`.
 
     The process is ended on every way out of the block, by its handle. Raises StartupError if it does not get ready,
-    with the last lines that it wrote.
+    with the last lines that it wrote. Only its options configure it, not the environment's ROOTSTOCK_PORT and others.
     """
 
     def __init__(self, options: Sequence[str], ready_within_s: float = 120.0) -> None:
@@ -53,6 +56,7 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env={name: value for name, value in os.environ.items() if not name.startswith("ROOTSTOCK_")},
             text=True,
             errors="replace",
         )
@@ -109,3 +113,22 @@ class ServerProcess:
                 process.wait()
         if errors is not None:
             errors.close()
+
+
+@contextlib.contextmanager
+def signals_unwind() -> Iterator[None]:
+    """Makes SIGTERM and a closed terminal unwind the stack, like Ctrl-C, to end a server as well."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield
+        return
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {getattr(signal, name): signal.signal(getattr(signal, name), leave) for name in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,8 +1,7 @@
-"""Targets of a workload: an engine in this process, or any server that speaks OpenAI's chat API."""
+"""Target of a workload: any server that speaks OpenAI's chat API."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -14,23 +13,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
-from rootstock.bench.workloads import Symbols, as_text, as_tokens
-from rootstock.engine.engine import Engine
-from rootstock.engine.request import (
-    Aborted,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    RequestId,
-    ResolvedSampling,
-    StopParams,
-    TokenEvent,
-)
-from rootstock.errors import RootstockError, StartupError
+from rootstock.bench.workloads import Symbols, as_text
+from rootstock.errors import StartupError
 
 
 @dataclass(slots=True)
@@ -38,10 +23,9 @@ class Sample:
     """One request and its result. Times are of `time.monotonic`, in seconds."""
 
     sent_at: float
-    prompt: NDArray[Any]  # token ids, or the bytes of a text
     token_times: list[float] = field(default_factory=list)  # of every token, or of every piece of text
     ended_at: float = 0.0
-    answer: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int32))  # in the unit of `prompt`
+    answer: bytes = b""
     prompt_tokens: int | None = None  # None: the server did not say
     cached_tokens: int | None = None
     completion_tokens: int = 0
@@ -58,82 +42,7 @@ class Dialogue(Protocol):
 
 
 class Target(Protocol):
-    @property
-    def exact(self) -> bool:
-        """Returns True if samples hold tokens as the cache has them, False if they hold text."""
-        ...
-
     def open(self, prefix: Symbols) -> Dialogue: ...
-
-
-# ---- in process
-
-
-class EngineTarget:
-    """Started engine as a target. Answers have their full length and are greedy."""
-
-    exact = True
-
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
-        self.engine = engine
-        self.vocab_size = vocab_size
-        self._numbers = itertools.count()
-
-    def open(self, prefix: Symbols) -> Dialogue:
-        return _EngineDialogue(self, as_tokens(prefix, self.vocab_size))
-
-    def next_id(self) -> RequestId:
-        return RequestId(f"bench-{next(self._numbers)}")
-
-
-class _EngineDialogue:
-    def __init__(self, target: EngineTarget, history: NDArray[np.int32]) -> None:
-        self._target = target
-        self._history = history
-
-    def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
-        prompt = np.concatenate([self._history, as_tokens(new, self._target.vocab_size)])
-        sample = Sample(time.monotonic(), prompt, prompt_tokens=len(prompt))
-        answer: list[int] = []
-
-        def sink(event: Event) -> None:  # on the engine's thread
-            match event:
-                case TokenEvent():
-                    sample.token_times.append(time.monotonic())
-                    answer.append(event.token)
-                case Finished(usage=usage):
-                    sample.cached_tokens = usage.cached_tokens
-                    sample.completion_tokens = usage.completion_tokens
-                    self._end(sample, answer, done)
-                case Failed(error=error):
-                    sample.error = str(error)
-                    self._end(sample, answer, done)
-                case Aborted():
-                    sample.error = "aborted"
-                    self._end(sample, answer, done)
-                case _:  # scores of a prompt, which are not requested here
-                    pass
-
-        request = Request(
-            self._target.next_id(),
-            prompt,
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=answer_tokens, ignore_eos=True),
-        )
-        try:
-            self._target.engine.submit(request, sink)
-        except RootstockError as error:
-            sample.error = str(error)
-            self._end(sample, answer, done)
-
-    def _end(self, sample: Sample, answer: list[int], done: Done) -> None:
-        sample.ended_at = time.monotonic()
-        sample.answer = np.array(answer, np.int32)
-        self._history = np.concatenate([sample.prompt, sample.answer])
-        done(sample)
-
-
-# ---- over HTTP
 
 
 class UrlTarget:
@@ -142,8 +51,6 @@ class UrlTarget:
     Every prompt begins with a random word, so that a first run finds nothing cached on any server and no cache must
     be cleared. Raises StartupError if the server does not answer.
     """
-
-    exact = False
 
     def __init__(
         self,
@@ -190,9 +97,9 @@ class UrlTarget:
         assert self._model is not None, "the target is not open"
         return self._model
 
-    def forget(self) -> None:
-        """Changes the first word: no later prompt shares a prefix with an earlier one."""
-        self._nonce = uuid.uuid4().hex
+    def begin_with(self, word: str) -> None:
+        """Changes the first word: no later prompt shares a prefix with an earlier one of another word."""
+        self._nonce = word
 
     def open(self, prefix: Symbols) -> Dialogue:
         return _UrlDialogue(self, {"role": "system", "content": f"{self._nonce} {as_text(prefix)}"})
@@ -251,7 +158,7 @@ class _UrlDialogue:
     def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
         # Results of tools are sent as a user's messages: not every chat template supports tools.
         self._messages.append({"role": "user", "content": as_text(new)})
-        sample = Sample(time.monotonic(), _bytes_of(self._messages))
+        sample = Sample(time.monotonic())
         self._target.start(lambda: self._receive(sample, answer_tokens, done))
 
     def _receive(self, sample: Sample, answer_tokens: int, done: Done) -> None:
@@ -270,15 +177,10 @@ class _UrlDialogue:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended_at = time.monotonic()
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
-        sample.answer = np.frombuffer("".join(pieces).encode(), np.uint8)
+        sample.answer = "".join(pieces).encode()
         if sample.completion_tokens == 0:  # no usage: a piece is a token with most servers
             sample.completion_tokens = len(pieces)
         done(sample)
-
-
-def _bytes_of(messages: list[dict[str, str]]) -> NDArray[np.uint8]:
-    text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-    return np.frombuffer(f"{text}<assistant>".encode(), np.uint8)
 
 
 def _checked(chunk: Any) -> dict[str, Any]:

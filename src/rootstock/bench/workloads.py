@@ -1,21 +1,18 @@
 """Workloads: the requests of clients, a pure function of a seed and sizes.
 
-A workload consists of *symbols*, numbers below `ALPHABET`. Targets turn them into token ids in process (`as_tokens`)
-or words over HTTP (`as_text`). A model's answer becomes part of the next turn's prompt, so prompts are known only
-while the workload runs. The fewest prompt tokens that any cache could compute are therefore counted afterwards, from
-the prompts and answers (`LeastPossible`).
+A workload consists of *symbols*, numbers below `ALPHABET`. A target turns them into its prompts: words over HTTP
+(`as_text`). A model's answer becomes part of the next turn's prompt, so prompts are known only while the workload
+runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.bench.corpus import ADJECTIVES, NOUNS, VERBS
-from rootstock.cache.types import Tokens
 from rootstock.errors import InvalidOption
 
 Symbols = NDArray[np.int32]
@@ -23,9 +20,6 @@ Symbols = NDArray[np.int32]
 ALPHABET = 1024
 _WORDS = tuple(dict.fromkeys(NOUNS + VERBS + ADJECTIVES))[:ALPHABET]
 assert len(_WORDS) == ALPHABET
-
-# Small ids are special tokens in most vocabularies.
-_FIRST_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +42,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorkloadTurn:
     new: Symbols  # the message of a user or a tool; at least one symbol
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class WorkloadConversation:
     prefix: Symbols
-    turns: tuple[Turn, ...]
+    turns: tuple[WorkloadTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class Workload:
     name: str
     seed: int
     sizes: Sizes
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[WorkloadConversation, ...]
 
     @property
     def requests(self) -> int:
@@ -93,19 +87,14 @@ def make_workload(name: str, seed: int = 0, sizes: Sizes | None = None) -> Workl
     prefix = _symbols(rng, sizes.prefix_tokens)
     least, most = sizes.new_tokens
 
-    def turn() -> Turn:
-        return Turn(_symbols(rng, int(rng.integers(least, most + 1))), sizes.answer_tokens)
+    def turn() -> WorkloadTurn:
+        return WorkloadTurn(_symbols(rng, int(rng.integers(least, most + 1))), sizes.answer_tokens)
 
     conversations = tuple(
-        Conversation(prefix, tuple(turn() for _ in range(sizes.turns))) for _ in range(sizes.conversations)
+        WorkloadConversation(prefix, tuple(turn() for _ in range(sizes.turns)))
+        for _ in range(sizes.conversations)
     )
     return Workload(name, seed, sizes, conversations)
-
-
-def as_tokens(symbols: Symbols, vocab_size: int) -> Tokens:
-    """Returns token ids, different ones for different symbols if the vocabulary is large enough."""
-    first = _FIRST_TOKEN if vocab_size >= _FIRST_TOKEN + ALPHABET else 0
-    return np.asarray(first + symbols % (vocab_size - first), np.int32)
 
 
 def as_text(symbols: Symbols) -> str:
@@ -114,41 +103,3 @@ def as_text(symbols: Symbols) -> str:
 
 def _symbols(rng: np.random.Generator, count: int) -> Symbols:
     return rng.integers(0, ALPHABET, count, dtype=np.int32)
-
-
-class LeastPossible:
-    """Count of the prompt tokens that the best possible prefix cache would compute: a trie of all known tokens.
-
-    Calls come in the order of events. A prompt costs its tokens beyond those in the trie. If it has none, it costs
-    its last token, whose logits are needed. The tokens of an answer are free, because decoding computed them. The
-    last one was sampled and never computed.
-    """
-
-    def __init__(self) -> None:
-        self.new_tokens = 0
-        self.known_prompts = 0
-        self._children: dict[tuple[int, int], int] = {}  # (node, token) → node; the root is 0
-
-    @property
-    def tokens(self) -> int:
-        return self.new_tokens + self.known_prompts
-
-    def forget_costs(self) -> None:
-        """Resets the counts and keeps the known tokens."""
-        self.new_tokens = self.known_prompts = 0
-
-    def asked(self, prompt: NDArray[Any]) -> None:
-        """Counts a prompt of at least one token."""
-        new_tokens = self._insert(prompt)
-        self.new_tokens += new_tokens
-        self.known_prompts += new_tokens == 0
-
-    def answered(self, prompt_and_answer: NDArray[Any]) -> None:
-        self._insert(prompt_and_answer[:-1])
-
-    def _insert(self, tokens: NDArray[Any]) -> int:
-        """Adds tokens to the trie and returns the number of new nodes."""
-        children, before, node = self._children, len(self._children), 0
-        for token in tokens.tolist():
-            node = children.setdefault((node, token), len(children) + 1)
-        return len(children) - before

@@ -4,10 +4,10 @@ It knows tokens and block ids and moves no bytes: it plans, a runtime executes. 
 in an engine of your own, by the names that are exported here.
 """
 
+from rootstock.cache.checked import CheckedKVCache as KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.families import ChunkedAttention, Family, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cache.keys import Namespace
-from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import BlockCopy, Plan, StateCopy
 from rootstock.cache.radix_node import Boundary, CheckpointKind

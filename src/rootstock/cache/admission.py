@@ -28,7 +28,7 @@ class _Hit(NamedTuple):
     blocks: BlockIds  # of these positions
     copied: BlockId | None  # the last of them, if the hit ends inside it: its first positions are copied
     replaced: list[int]  # further blocks of the path: a deeper block replaces each of them
-    windows: Sequence[WindowBlocks]  # that a resumption reads, of each window family
+    windows: Sequence[WindowBlocks]  # of each window family: blocks that a resumption reads
     checkpoint: Checkpoint | None
 
     @property
@@ -82,8 +82,8 @@ class Admission:
         is_idle: bool = False,
         session: int = 0,
     ) -> Admitted | Deferred:
-        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is that of the
-        request, if it is known already.
+        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is the
+        session of the request, if it is known already.
 
         The full family's blocks of a prompt of n tokens:
 
@@ -108,8 +108,8 @@ class Admission:
         loaded ones are allocated now, the others in `extend`; but one whole window must be available. A recurrent
         state takes one row, the working slot: the plan copies the checkpoint's state into it.
 
-        If too few rows are available, a smaller hit may do: without references to its path, blocks that only the
-        path needs can be evicted.
+        If too few rows are available, a smaller hit may be enough: if the lease does not reference the path, blocks
+        that only the path needs can be evicted.
         """
         pools = self._pools
         hit = self._hit(match)
@@ -134,8 +134,7 @@ class Admission:
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
-        # A lease that gets full attention alone has no window and no state to leave.
-        if not pools.resume_anywhere and (tier_hit is None or tier_hit.is_resumable):
+        if not pools.resume_anywhere:
             self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
@@ -209,8 +208,8 @@ class Admission:
     def _rows_needed(
         self, new_blocks: int, hit: _Hit, loaded: tuple[int, ...], watermark_blocks: int
     ) -> Rows:
-        """Returns the rows of each pool that must be available: of the prompt's new blocks, of a window of each
-        window family, and of a working state; with the watermark."""
+        """Returns the rows of each pool that must be available: for the prompt's new blocks, for one window of each
+        window family, for a working state, and for the watermark."""
         if not hit.windows:
             return Rows(new_blocks + watermark_blocks, (), self._working_states)
         size = self._size
@@ -326,7 +325,7 @@ class Admission:
         if tier_hit.state is not None:
             assert pools.states is not None
             loads.append(Load(tier_hit.state, RowPart(pools.states.index, lease.slot, 0)))
-        if not pools.resume_anywhere and tier_hit.is_resumable:
+        if not pools.resume_anywhere:
             self._checkpoints.plan_loaded_positions(lease, tier_hit)
         return tuple(loads)
 
@@ -352,7 +351,8 @@ class Admission:
         if not pools.can_allocate(rows):
             if not self._can_detach(lease, new_tokens, rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)
-            self._retainer.retain(lease)
+            if lease.hints is not None:
+                self._retainer.retain(lease)
             self._tree.detach(lease)
         self._tree.make_room(rows)
         if full:

@@ -42,7 +42,7 @@ def require_count(call: str, name: str, value: Any, least: int = 0) -> None:
 
 
 def require_agreement(known: Tokens, tokens: Tokens, position: int) -> None:
-    """Raises CacheMisuse if committed tokens are not those of the prompt. A view of the prompt itself is not read."""
+    """Raises CacheMisuse if committed tokens differ from the prompt. A view of the prompt itself is not read."""
     if tokens.base is not None and (tokens.base is known or tokens.base is known.base):
         return
     differs = np.flatnonzero(known[: len(tokens)] != tokens[: len(known)])

@@ -91,7 +91,7 @@ class Queueable(Evictable, Protocol):
     @property
     def is_spent(
         self,
-    ) -> bool: ...  # hardly any request resumes there: it goes before all others, however old
+    ) -> bool: ...  # hardly any request resumes there: it is evicted before all others
     @property
     def grant(self) -> Grant | None: ...
 
@@ -204,7 +204,7 @@ class EvictedRun:
         self, node: Node, parts: list[Tokens], checkpoints: tuple[int, ...], was_retained: bool
     ) -> None:
         self.node: Node | None = node
-        self.checkpoints = checkpoints[-MAX_CHECKPOINTS:]  # positions of those that were evicted with it
+        self.checkpoints = checkpoints[-MAX_CHECKPOINTS:]  # their positions; evicted with it
         self.was_retained = was_retained  # its first part: it was evicted within its time to live
         self.parts = parts  # the deepest first
         self.first = parts[-1].item(0)

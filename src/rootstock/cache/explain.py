@@ -64,7 +64,7 @@ class Explanation:
     cap: Cap
     divergence: int | None  # position of the first token that is not cached; None: all are
     asked_token: int | None  # the prompt's token there
-    # The tokens with which cached prefixes go on there; None, here and below: not told.
+    # The tokens with which cached prefixes go on there. None, here and in the fields below: withheld from clients.
     cached_tokens_there: tuple[int, ...] | None
     evicted_tokens: int | None  # how many of the following tokens were cached once
     pending_tokens: int | None  # how many of the following tokens a running request is computing now
@@ -81,8 +81,8 @@ class Explanation:
     )
 
     def of_the_prompt(self) -> Explanation:
-        """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
-        running requests of others in the namespace, and whether there are any."""
+        """Returns the part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions
+        and running requests of others in the namespace, and whether there are any."""
         cap, message = self.cap, self.message
         if cap in ("diverged", "evicted", "end_of_cached"):
             cap = "not_cached" if self.found_tokens else "nothing_cached"

@@ -16,7 +16,7 @@ MAX_RETENTIONS = 32  # of one request: further ones are refused
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class RetentionWish:
     """A wish for the prefix of a prompt: its blocks, window blocks and states, in memory and on disk."""
 
     field: str  # of the client's body: answers name it
@@ -33,7 +33,7 @@ class CacheHints:
     session: str | None = None  # requests of one session follow each other
     session_field: str = ""  # of the client's body: answers name it
     ends_session: bool = False  # no request of the session follows: its private part is evicted first
-    retentions: tuple[Retention, ...] = ()
+    retentions: tuple[RetentionWish, ...] = ()
 
     @property
     def longest_prefix_ttl_s(self) -> float:
@@ -60,7 +60,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class RetainedLimits:
-    """Limits, set by the operator, of the bytes that hints of a tenant retain, and of those that its pins keep."""
+    """The operator's limits of the bytes that a tenant's hints retain, and of the bytes that its pins keep."""
 
     by_tenant: Mapping[str, int] = field(default_factory=dict)
     others: int | None = None  # of every other tenant; None: no limit

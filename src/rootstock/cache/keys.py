@@ -50,7 +50,7 @@ class Namespace:
                 raise InvalidOption(name, shown(getattr(self, name)), "text")
 
     def digest(self) -> bytes:
-        """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
+        """Returns a hash of 16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")
@@ -104,14 +104,14 @@ def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:
 RecordKey = NewType("RecordKey", bytes)  # 16 bytes: names a record within a tier
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     BLOCKS = 1  # the K/V of positions start … end - 1
     STATE = 2  # a recurrent state after exactly `end` tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are those of the
+    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are at the
     positions start … end - 1; `parent` is the digest of the tokens before them and `own` of all tokens up to the end
     (`prefix_digest`, 16 bytes each).
 
@@ -122,7 +122,7 @@ class Identity:
     family: str
     layers: int
     dtype: str
-    kind: Kind
+    kind: RecordKind
     start: int
     tokens: Tokens
     parent: bytes
@@ -134,7 +134,7 @@ class Identity:
         assert self.layers > 0
         assert self.tokens.ndim == 1
         assert self.tokens.dtype == np.int32
-        assert self.kind is Kind.STATE or len(self.tokens) > 0
+        assert self.kind is RecordKind.STATE or len(self.tokens) > 0
 
     @property
     def end(self) -> int:
@@ -147,7 +147,7 @@ class Identity:
         for name in (self.family.encode(), self.dtype.encode()):
             h.update(len(name).to_bytes(4, "little"))
             h.update(name)
-        start = self.end if self.kind is Kind.STATE else self.start
+        start = self.end if self.kind is RecordKind.STATE else self.start
         for number in (self.layers, int(self.kind), start, self.end):
             h.update(number.to_bytes(8, "little"))
         h.update(self.own)
@@ -155,7 +155,7 @@ class Identity:
 
 
 def identify(
-    namespace: Namespace, family: str, layers: int, dtype: str, kind: Kind, prefix: Tokens, start: int
+    namespace: Namespace, family: str, layers: int, dtype: str, kind: RecordKind, prefix: Tokens, start: int
 ) -> Identity:
     """Builds the identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
     return Identity(

@@ -5,11 +5,11 @@ findable after the release, for every `ReleaseReason`.
 
 Admission and eviction rest on one invariant: *a lease uses every block of every node on its path*. Unreferenced
 nodes therefore form whole subtrees whose unused blocks can all be evicted, leaves first. Window blocks and states are
-held by checkpoints alone, any of which can be dropped. So
+held by checkpoints alone, and any checkpoint can be dropped. Therefore the equation
 
     available = free + cached
 
-exactly, in rows of each pool and in bytes, known without looking at the tree. `check()` recounts it.
+holds exactly, in rows of each pool and in bytes, and is evaluated without the tree. `check()` recounts it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ import numpy as np
 
 from rootstock.cache.admission import Admission
 from rootstock.cache.arguments import (
-    is_count,
-    require_agreement,
-    require_count,
-    require_namespace,
     require_option,
     require_rows,
     require_share,
-    require_tokens,
 )
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
@@ -48,7 +43,6 @@ from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import (
     Boundary,
-    CheckpointKind,
     HitProtection,
     Node,
     common_prefix,
@@ -57,7 +51,7 @@ from rootstock.cache.radix_node import (
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
-from rootstock.cache.sessions import Sessions
+from rootstock.cache.sessions import SessionTable
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -76,10 +70,10 @@ class KVCache:
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
-    below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
-    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
-    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. `lazy_states`: a state takes
-    memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
+    below. With it, plans carry stores of evicted rows; with `through`, stores of all published rows. `retained_share`
+    and `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
+    cache's part in a budget of several caches, and `budget_bytes` is then the whole budget. `lazy_states`: a state
+    takes memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -156,7 +150,7 @@ class KVCache:
         self._volatile = VolatileSpans()
         self._diverged: list[tuple[Scope, Tokens, int]] = []  # prompts to compare, and where each diverged
         self._leases: dict[LeaseId, Lease] = {}
-        self._sessions = Sessions()
+        self._sessions = SessionTable()
         retainer = self._retainer = Retainer(
             pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )
@@ -194,12 +188,12 @@ class KVCache:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are leases besides those of pins."""
+        """True if there are leases that belong to no pin."""
         return len(self._leases) > len(self._pins)
 
     @property
     def others_have_requests(self) -> bool:
-        """Whether requests of other models use memory of a shared budget, which they give back when they end."""
+        """True if requests of other models use memory of a shared budget, which they give back when they end."""
         return self.share is not None and self.share.others_have_requests
 
     @property
@@ -216,13 +210,8 @@ class KVCache:
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
         further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
-        salts. Raises CacheMisuse.
+        salts.
         """
-        require_tokens("match", tokens)
-        require_namespace("match", namespace)
-        require_count("match", "public_tokens", public_tokens)
-        if at_most is not None:
-            require_count("match", "at_most", at_most)
         return self._match(tokens, Scope(namespace, public_tokens), at_most)
 
     def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
@@ -254,8 +243,8 @@ class KVCache:
         )
 
     def tier_hit(self, match: Match) -> TierHit | None:
-        """Finds how much deeper this match would go with the records of the tier below; None: no deeper. Changes
-        nothing."""
+        """Finds how much deeper this match would go with the records of the tier below. Returns None if it would go
+        no deeper. Changes nothing."""
         if self.stored is None:
             return None
         return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
@@ -279,9 +268,6 @@ class KVCache:
 
     def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        require_tokens("explain", tokens)
-        require_namespace("explain", namespace)
-        require_count("explain", "public_tokens", public_tokens)
         return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
@@ -331,10 +317,8 @@ class KVCache:
         `comes_back` is True for a request that was admitted before.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
         `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
-        Raises CacheMisuse.
+        Raises CacheMisuse for a tier hit that is out of date.
         """
-        self._require_match(match, watermark_blocks, boundaries)
-        self._require_additions(tier_hit, hints)
         if tier_hit is not None:
             if match.version != self.tree.version:
                 raise CacheMisuse(
@@ -348,7 +332,7 @@ class KVCache:
         session = None
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
-        # A request that was preempted, or whose load has failed, knows its own tokens.
+        # A request that comes back finds its own tokens, so its prompt is not observed again.
         share = self.share if counted and not comes_back else None
         known_tokens = 0 if share is None else self._known_tokens(match)
         answer = self._admission.admit(
@@ -356,57 +340,16 @@ class KVCache:
         )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
-            if counted or (hints is not None and hints.retentions):
+            if hints is not None and (counted or hints.retentions):
                 self._retainer.begin(hints, answer.lease)
+            elif counted:
+                self._retainer.tenants.note(None, match.scope.namespace.salt, self._clock())
             if share is not None:
                 share.observe_prompt(known_tokens, len(match.tokens))
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._note_divergence(match)
         return answer
-
-    @staticmethod
-    def _require_match(match: Match, watermark_blocks: int, boundaries: Sequence[Boundary]) -> None:
-        """Raises CacheMisuse for wrong arguments of an admission."""
-        if not isinstance(match, Match):
-            raise CacheMisuse("admit", f"{shown(match)} is no Match, which KVCache.match returns")
-        if not len(match.tokens):
-            raise CacheMisuse("admit", "the prompt has no tokens, but the logits of its last one are needed")
-        require_count("admit", "watermark_blocks", watermark_blocks)
-        if not isinstance(boundaries, Sequence):
-            raise CacheMisuse(
-                "admit", f"the boundaries are {shown(boundaries)}, but must be a list of Boundary"
-            )
-        for boundary in boundaries:
-            if not isinstance(boundary, Boundary) or not is_count(boundary.position, 1):
-                raise CacheMisuse("admit", f"{shown(boundary)} is no Boundary with a position of 1 or more")
-            if not isinstance(boundary.kind, CheckpointKind):
-                raise CacheMisuse(
-                    "admit", f"a boundary's kind is {shown(boundary.kind)}, but must be a CheckpointKind"
-                )
-            if boundary.position > len(match.tokens):
-                raise CacheMisuse(
-                    "admit",
-                    f"a boundary is at position {boundary.position}, but the prompt has {len(match.tokens)} tokens",
-                )
-
-    @staticmethod
-    def _require_additions(tier_hit: TierHit | None, hints: CacheHints | None) -> None:
-        """Raises CacheMisuse for a tier hit or hints of a wrong type."""
-        if tier_hit is not None and not isinstance(tier_hit, TierHit):
-            raise CacheMisuse("admit", f"{shown(tier_hit)} is no TierHit, which KVCache.tier_hit returns")
-        if hints is not None and not isinstance(hints, CacheHints):
-            raise CacheMisuse("admit", f"{shown(hints)} is no CacheHints")
-
-    def _require_lease(self, call: str, lease: Lease) -> None:
-        """Raises CacheMisuse unless this is a running lease of this cache."""
-        if isinstance(lease, Lease) and self._leases.get(lease.id) is lease:
-            return
-        if not isinstance(lease, Lease):
-            raise CacheMisuse(call, f"{shown(lease)} is no Lease")
-        if lease.ended:
-            raise CacheMisuse(call, f"{lease!r} has ended: a lease is ended once, and not used afterwards")
-        raise CacheMisuse(call, f"{lease!r} is a lease of another cache")
 
     def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
         """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
@@ -439,7 +382,7 @@ class KVCache:
         return found + self.tree.evicted.evicted_after(node, match.tokens[found:])
 
     def _diverges(self, match: Match) -> bool:
-        """Returns whether a prompt goes on otherwise than the cached prefixes, none of which was evicted there."""
+        """Returns whether a prompt diverges from the cached prefixes, and not only because of an eviction."""
         node, found = match.node, match.found
         if node is None or found >= len(match.tokens):
             return False
@@ -475,8 +418,8 @@ class KVCache:
         return self._volatile
 
     def _verified(self, match: Match) -> Match:
-        """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
-        a bug of ours: a miss is better than a wrong answer."""
+        """Drops a matched checkpoint whose digest differs from the prefix's, and matches again. Such a checkpoint is
+        a bug in Rootstock, and a miss is better than a wrong answer."""
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
@@ -491,13 +434,6 @@ class KVCache:
     def loaded(self, lease: Lease, position: int) -> Plan:
         """Publishes loaded and verified rows up to `position`, from which the lease continues. Execute the plan at
         once."""
-        self._require_lease("loaded", lease)
-        if not is_count(position, lease.num_computed_tokens) or position > lease.prompt_tokens:
-            raise CacheMisuse(
-                "loaded",
-                f"the position is {shown(position)}, but must be from {lease.num_computed_tokens} to "
-                f"{lease.prompt_tokens}",
-            )
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
@@ -510,42 +446,29 @@ class KVCache:
 
     def detach(self, lease: Lease) -> None:
         """Takes a lease whose load is under way out of the tree: no request waits for it before it is `loaded`."""
-        self._require_lease("detach", lease)
-        if lease.node is None:
-            raise CacheMisuse("detach", f"{lease!r} is out of the tree already")
-        self._retainer.retain(lease)
+        if lease.hints is not None:
+            self._retainer.retain(lease)
         self.tree.detach(lease)
 
     def request_checkpoint(self, lease: Lease, position: int) -> None:
         """Asks a running lease for a checkpoint at `position`, where a waiting request will diverge from it."""
-        self._require_lease("request_checkpoint", lease)
-        require_count("request_checkpoint", "position", position)
         self._checkpoints.request(lease, position)
 
     def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int = 0) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions, before the forward that computes them.
 
         If new blocks are needed, `watermark_blocks` of every family must remain available afterwards. Blocks
-        behind the windows are released first, for good, also if the answer is Deferred. Raises CacheMisuse.
+        behind the windows are released first, for good, also if the answer is Deferred.
         """
-        self._require_lease("extend", lease)
-        require_count("extend", "new_tokens", new_tokens)
-        require_count("extend", "watermark_blocks", watermark_blocks)
         return self._admission.extend(lease, new_tokens, watermark_blocks)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
         """Records that `tokens`, which follow the lease's computed tokens, are computed and in the pools.
 
         Prompt chunks can be found at once, generated tokens a block at a time. If another request has
-        published the same prefix meanwhile, its blocks replace ours and ours are released. The plan keeps the state
-        as a checkpoint where one is due; execute it before the next forward. Raises CacheMisuse.
+        published the same prefix meanwhile, its blocks replace the lease's own, which are released. The plan
+        keeps the state as a checkpoint where one is due. Execute it before the next forward.
         """
-        self._require_lease("commit", lease)
-        require_tokens("commit", tokens)
-        self._require_room(lease, len(tokens))
-        if lease.num_computed_tokens < lease.num_tokens:
-            known = lease.tokens[lease.num_computed_tokens :]
-            require_agreement(known, tokens, lease.num_computed_tokens)
         return self._commit(lease, tokens)
 
     def _commit(self, lease: Lease, tokens: Tokens) -> Plan:
@@ -565,19 +488,6 @@ class KVCache:
         plans = [self._checkpoints.leave(lease, each.position, each.kind) for each in due]
         return self._with_stores(together(plans))
 
-    def _require_room(self, lease: Lease, new_tokens: int) -> None:
-        """Raises CacheMisuse if so many tokens were computed without blocks for them."""
-        needed = -(-(lease.num_computed_tokens + new_tokens) // self.block_size)
-        reserved = lease.table_blocks
-        for table in lease.windows:
-            reserved = min(reserved, table.length)
-        if needed > reserved:
-            room = max(0, reserved * self.block_size - lease.num_computed_tokens)
-            raise CacheMisuse(
-                "commit",
-                f"{new_tokens} tokens, but there are blocks for {room} more: call extend before the forward",
-            )
-
     def take_pending_plan(self) -> Plan:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
         resident memory stays within the budget. Execute the plan before the next write to newly allocated rows."""
@@ -587,8 +497,8 @@ class KVCache:
         return replace(plan, returned=tuple(self.pools.return_rows()))
 
     def return_memory(self, evicted_bytes: int = 0) -> Plan:
-        """Plans to return the memory of all free rows to the system, where it is taken row by row. Before, evicts
-        checkpoints with so many bytes of such memory, the least valuable first. Execute the plan at once."""
+        """Plans to return the memory of all free rows to the system, where it is taken row by row. First evicts
+        checkpoints with `evicted_bytes` of such memory, the least valuable first. Execute the plan at once."""
         if evicted_bytes > 0:
             self.tree.evict_checkpoints(evicted_bytes)
         plan, returned = self._with_stores(NOTHING), tuple(self.pools.return_free_rows())
@@ -601,9 +511,6 @@ class KVCache:
     def release(self, lease: Lease, reason: ReleaseReason) -> None:
         """Ends a lease: publishes all computed tokens and releases its rows. The working state becomes a checkpoint,
         unless the reason says that it is not the state after these tokens."""
-        self._require_lease("release", lease)
-        if not isinstance(reason, ReleaseReason):
-            raise CacheMisuse("release", f"the reason is {shown(reason)}, but must be a ReleaseReason")
         if reason is ReleaseReason.PREEMPTED:
             self.counters.preemptions += 1
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
@@ -620,25 +527,26 @@ class KVCache:
                 if not self.pools.resume_anywhere and reason.keeps_state:
                     self._checkpoints.leave_at_end(lease)
         comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
-        if lease.hints is not None and lease.hints.ends_session and not comes_back:
-            self._retainer.end_session(lease)
-        self._retainer.retain(lease)
-        self._retainer.end(lease, comes_back=comes_back)
+        if lease.hints is not None:
+            if lease.hints.ends_session and not comes_back:
+                self._retainer.end_session(lease)
+            self._retainer.retain(lease)
+            self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 
     def discard(self, lease: Lease) -> None:
         """Ends a lease whose rows cannot be trusted: publishes nothing, and removes its published tokens and
         checkpoints.
 
-        Prefixes that other requests share already stay with them; they computed upon them.
+        Prefixes that other requests share already stay, because these requests have computed on top of them.
         """
-        self._require_lease("discard", lease)
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
             reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.scope)
             node = None if reached is None else reached[0]
-        self._retainer.end(lease, comes_back=False)
+        if lease.hints is not None:
+            self._retainer.end(lease, comes_back=False)
         self._release_rows(lease)
         if self.write_back is not None:
             self.write_back.distrust(lease.tokens, lease.scope, lease.hit_tokens)
@@ -691,7 +599,7 @@ class KVCache:
         self.tree.unprotect(protection)
 
     def limit_retained(self, limits: RetainedLimits) -> None:
-        """Sets the limits of tenants for later requests and pins. Those that are granted stay."""
+        """Sets the limits of tenants for later requests and pins. Earlier grants and pins stay."""
         self._retained_limits = self._retainer.limits = limits
 
     # -------------------------------------------------------------------------------------------- pins
@@ -704,9 +612,6 @@ class KVCache:
 
         Pinned rows are in use, and no request can have them. The pins of a tenant, and all together, are bounded.
         """
-        require_tokens("pin", tokens)
-        require_namespace("pin", namespace)
-        require_count("pin", "public_tokens", public_tokens)
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
         # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
@@ -733,8 +638,8 @@ class KVCache:
         return pinned
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
-        """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or only
-        one of another tenant than the given one."""
+        """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or if
+        it belongs to another tenant than the given one."""
         pinned = self._pins.take(pin, tenant)
         if pinned is None:
             return False
@@ -750,8 +655,8 @@ class KVCache:
         return self._pins.bytes_of(tenant)
 
     def drop_pin(self) -> bool:
-        """Releases the newest pin, for a request that could not run otherwise: else one of another cache that shares
-        the budget. Returns False if there is none."""
+        """Releases the newest pin, or else a pin of another cache that shares the budget, for a request that could
+        not run otherwise. Returns False if there is no pin."""
         return self.drop_own_pin() or (self.share is not None and self.share.drop_pin_elsewhere())
 
     def drop_own_pin(self) -> bool:
@@ -771,11 +676,7 @@ class KVCache:
 
     def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
-        and in the tier below, as far as no running request uses them. Pins of them end."""
-        require_tokens("forget", tokens, 1)
-        require_namespace("forget", namespace)
-        require_count("forget", "first", first)
-        require_count("forget", "public_tokens", public_tokens)
+        and in the tier below, as far as no running request uses them. Releases the pins of these rows."""
         scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease
@@ -798,10 +699,8 @@ class KVCache:
         return self.write_back.take()
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Pins end as
-        well. Returns the number of blocks that became free."""
-        if namespace is not None:
-            require_namespace("clear", namespace)
+        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Releases
+        pins as well. Returns the number of blocks that became free."""
         self._release_pins(namespace)
         before = self.pool.free_blocks
         if namespace is None:
@@ -826,7 +725,7 @@ class KVCache:
         self.tree.version = version + 1  # invalidates earlier matches
 
     def stats(self) -> CacheStats:
-        """Counters and sizes, recounted from the structures at each call: O(nodes)."""
+        """Returns counters and sizes, recounted from the structures at each call: O(nodes)."""
         nodes = list(self.tree.nodes())
         checkpoints = [checkpoint for node in nodes for checkpoint in node.checkpoints.values()]
         pools = self.pools
@@ -860,7 +759,7 @@ class KVCache:
         )
 
     def usage(self) -> PoolUsage:
-        """The memory of each family's pool: O(1), unlike `stats`."""
+        """Reports the memory of each family's pool: O(1), unlike `stats`."""
         pools = self.pools
         families = tuple(
             FamilyStats(

@@ -113,7 +113,7 @@ class Lease:
     slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
     # Of checkpoints to leave, all beyond `num_computed_tokens`.
     checkpoint_positions: dict[int, CheckpointKind] = field(default_factory=dict)
-    awaited_positions: set[int] = field(default_factory=set)  # those of them that another request waits for
+    awaited_positions: set[int] = field(default_factory=set)  # some of these, which another request waits for
     checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
     resumed_from: Checkpoint | None = None  # referenced until something is computed
     is_loaded: bool = False  # a part of its hit was loaded, after its first plan
@@ -150,8 +150,8 @@ class Lease:
 
     @property
     def next_checkpoint_position(self) -> int | None:
-        """The position at which a chunk of the prefill must end, because the working state is copied there. None:
-        there is none. Window blocks are still there at the chunk's end."""
+        """The position at which a chunk of the prefill must end, because the working state is copied there. None: no
+        such position. Window blocks are still there at the chunk's end."""
         return None if self.slot == NO_SLOT else min(self.checkpoint_positions, default=None)
 
     @property

@@ -104,7 +104,7 @@ class Pins:
         self._pins[pinned.id] = pinned
 
     def take(self, pin: PinId, tenant: str | None) -> Pinned | None:
-        """Takes a pin out of the table; None if there is none, or only one of another tenant than the given one."""
+        """Takes a pin out of the table; None if there is no such pin, or if it belongs to another tenant."""
         pinned = self._pins.get(pin)
         if pinned is None or (tenant is not None and pinned.tenant != tenant):
             return None

@@ -100,7 +100,7 @@ class Pools:
         self.budget_bytes = budget_bytes
         self.share = share  # in a budget that several caches share; None: the budget is this cache's alone
         self.block_size = block_size
-        # Of each family, in the model's order.
+        # Rows of each family, in the model's order.
         self.rows = tuple(budget_bytes // cost for cost in costs) if rows is None else tuple(rows)
         self.windows: list[WindowPool] = []
         unpaid = min(_UNPAID_TOKENS, budget_bytes // _BUDGET_BYTES_PER_UNPAID_TOKEN)
@@ -154,7 +154,7 @@ class Pools:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of free rows, and of cached rows that no lease uses: all of them can be evicted, also those of the
+        """Bytes of free rows, and of cached rows that no lease uses: all of them can be evicted, also in the
         other caches of a shared budget."""
         others = 0 if self.share is None else self.share.others_cached_bytes
         return self.free_bytes + self.cached_bytes + others
@@ -237,7 +237,7 @@ class Pools:
 
     def can_allocate(self, rows: Rows, kept: Rows | None = None) -> bool:
         """Returns True if so many rows can be allocated, with eviction where needed. `kept` of the cached rows must
-        stay; a negative number is that of used rows that can be evicted besides the cached ones."""
+        stay; a negative number counts used rows that can be evicted besides the cached ones."""
         if self._only_rows:
             full = self.full.pool
             return rows.full + (kept.full if kept else 0) <= full.free_blocks + full.cached_blocks

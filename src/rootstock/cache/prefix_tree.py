@@ -61,7 +61,7 @@ class _UnaskedEntry:
     worth: float = CHANCE_WHEN_UNASKED
 
 
-# The versions of two trees never meet, so that a match of another cache is out of date and not taken for one's own.
+# Versions of two trees are never equal, so that a match of another cache counts as out of date.
 _FIRST_VERSIONS = itertools.count(0, 1 << 40)
 
 
@@ -83,14 +83,14 @@ class PrefixTree:
         self.counters = counters
         self.version = next(_FIRST_VERSIONS)  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
-        self._private_roots: dict[Namespace, dict[Root, None]] = {}  # never an empty inner one
+        self._private_roots: dict[Namespace, dict[Root, None]] = {}  # no inner dictionary is empty
         # Roots that became empty, the last one at the end. Some of them may be in use again.
         self._emptied: dict[Root, None] = {}
-        self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; never an empty inner one
+        self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; no inner dictionary is empty
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
-        # Tokens of the nodes that idle work has added and no request has used. Never an entry of 0.
+        # Tokens of the nodes that idle work has added and no request has used. No entry is 0.
         self.unasked_tokens: Counter[Namespace] = Counter()
         self.ledger = RetentionLedger()
         self.token_bytes = pools.full.row_bytes // pools.block_size
@@ -126,7 +126,8 @@ class PrefixTree:
         return (node, found) if private is None else descend(private, tokens)
 
     def private_root(self, node: Node, position: int, scope: Scope) -> Root | None:
-        """Returns the root of the scope's tails at `position` of `node`, if a public head ends there and has some."""
+        """Returns the root of the scope's tails at `position` of `node`. None: no public head with such tails ends
+        there."""
         if not position or position != scope.public_tokens or node.end != position:
             return None
         return node.private_roots.get(scope.namespace)
@@ -139,8 +140,8 @@ class PrefixTree:
         Positions that one tenant computes behind a public head count for that tenant alone.
 
         A model that resumes anywhere can take over at any position that the other request publishes. Otherwise only a
-        request that has not yet reached the point of divergence helps: it is asked for a checkpoint there, at `limit`
-        at the deepest. Tokens that are cached but not resumable are worth waiting for as well.
+        request that has not yet reached the point of divergence helps: it is asked for a checkpoint there, but not
+        beyond `limit`. Tokens that are cached but not resumable are worth waiting for as well.
         """
         anywhere = self.pools.resume_anywhere
         best: Pending | None = None
@@ -182,7 +183,7 @@ class PrefixTree:
         lease.node = node
         self._join(node, lease)
         step: Node | None = node
-        while step is not None:  # as `path`, which costs more than these lines
+        while step is not None:  # the same walk as `path`, but faster
             step.ref_count += 1
             step.last_used = now
             step.passed_by = False
@@ -209,7 +210,7 @@ class PrefixTree:
                 self._drop_answered_prompt(lease.resumed_from)
 
     def _asked(self, node: Node) -> None:
-        """Makes a node that idle work has added one like any other."""
+        """Makes a node that idle work has added an ordinary node, because a request uses it."""
         node.unasked = False
         self._count_unasked(node, node.start - node.end)
 
@@ -220,7 +221,7 @@ class PrefixTree:
             del self.unasked_tokens[namespace]
 
     def hold(self, lease: Lease, node: Node) -> None:
-        """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
+        """References every node on the path for a pinned prefix. This does not count as a use of them."""
         self.version += 1
         lease.node = node
         self._join(node, lease)
@@ -239,7 +240,8 @@ class PrefixTree:
     def _drop_answered_prompt(self, answer: Checkpoint) -> None:
         """Drops the checkpoint at the end of a prompt after its conversation has resumed from the answer as given.
 
-        That checkpoint serves chat templates that drop reasoning from the history; this one does not."""
+        The dropped checkpoint serves chat templates that remove reasoning from the history. The conversation's
+        template does not."""
         assert answer.node is not None
         previous = answer.previous
         if (
@@ -251,7 +253,7 @@ class PrefixTree:
 
     def _pass_by(self, turn: Node) -> None:
         """Lowers the worth of everything below a user turn at whose end a request resumes: the conversation has
-        dropped the reasoning and tool calls that followed, and hardly asks for them again."""
+        dropped the reasoning and tool calls that followed, and will rarely need them again."""
         stack = [child for child in turn.children.values() if not child.ref_count]
         while stack:
             node = stack.pop()
@@ -282,7 +284,7 @@ class PrefixTree:
         self._leave(node, lease)
         lease.own_leaf = None
         step: Node | None = node
-        while step is not None:  # as `path`, which costs more than these lines
+        while step is not None:  # the same walk as `path`, but faster
             step.ref_count -= 1
             step.last_used = now
             step = step.parent
@@ -319,7 +321,7 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: to all in a public head."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable; for all tenants in a public head."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
@@ -335,7 +337,7 @@ class PrefixTree:
             self._move(lease, came_from, node)
         lease.num_cached_tokens = end
         if not self.pools.resume_anywhere:
-            # The checkpoints of a request that runs long count as used now, as the one that it leaves next.
+            # The checkpoints of a long-running request count as used now, like the one that it leaves next.
             now = self._clock()
             for step in node.path():
                 step.last_used = now
@@ -376,7 +378,7 @@ class PrefixTree:
         lease.node = node
 
     def _adopt(self, lease: Lease, node: Node) -> None:
-        """Replaces the lease's blocks by those of a node with the same tokens; returns the duplicates to the pool.
+        """Replaces the lease's blocks by a node's blocks of the same tokens; returns the duplicates to the pool.
 
         A block that the lease will still write into remains its own; the lease then uses the node's block as well.
         """
@@ -389,7 +391,8 @@ class PrefixTree:
         if np.count_nonzero(differs):
             duplicates, gained = own[differs], theirs[differs]
             if int(theirs[0]) in lease.replaced:
-                # The other half of a split block: used already, as the parent's last block. Now the table has it.
+                # The block is split between two nodes. The lease uses it already, as the parent's last block, and
+                # has it in its table from now on.
                 lease.replaced.remove(int(theirs[0]))
                 gained = gained[1:]
             if len(gained):
@@ -398,7 +401,8 @@ class PrefixTree:
             assert node.parent is not None
             above = self._ancestors_inside_block(node.parent, node.start)
             if differs[0] and any(int(n.blocks[-1]) == int(duplicates[0]) for n in above):
-                # Our block is the last of a node that we reference, so it stays ours beside the table.
+                # The lease's block is the last one of a node that the lease references. The lease therefore keeps
+                # using it, outside of its table.
                 lease.replaced.append(int(duplicates[0]))
                 duplicates = duplicates[1:]
             if len(duplicates):
@@ -411,7 +415,7 @@ class PrefixTree:
                 lease.replaced.append(last)
         ours = self._weak_references(lease, node.start, node.end) if node.windows else []
         for window, of_node, of_lease in zip(self.pools.windows, node.windows, ours, strict=True):
-            gone = window.pool.resolve(of_node) < 0  # released by all others: ours serve as well
+            gone = window.pool.resolve(of_node) < 0  # released by all others: the lease's blocks replace them
             of_node[gone] = of_lease[gone]
         node.ref_count += 1
         if not lease.is_idle:
@@ -429,7 +433,7 @@ class PrefixTree:
         found = []
         for window, table in zip(self.pools.windows, lease.windows, strict=True):
             ids = table.ids[first:last]
-            if len(ids) < last - first:  # loaded up to inside a block of which this family needs nothing
+            if len(ids) < last - first:  # the load ended inside a block that this family does not need
                 ids = np.concatenate((ids, np.full(last - first - len(ids), NO_BLOCK, np.int32)))
             found.append(window.pool.weak_references(ids))
         return found
@@ -461,7 +465,8 @@ class PrefixTree:
                 self.counters.idle_tokens += end - position
                 self._count_unasked(node, end - position)
             self.evicted.forget_below(node)
-            self.ledger.resized(node, (end - node.end) * self.token_bytes)
+            if node.grant is not None:
+                self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
             node.last_used = now
             return node
@@ -488,8 +493,8 @@ class PrefixTree:
         it.
 
         A conversation whose turns end inside blocks then costs as many blocks as one long prompt. The old block may
-        be the last of several short ancestors; it goes only where they are its only holders and no other lease
-        references them. Every position of theirs reads the same from the copy.
+        be the last of several short ancestors. It is replaced only if these are its only holders and no other lease
+        references them. Their positions have the same content in the copy.
         """
         old = node.blocks[-1:].copy()
         block = int(old[0])
@@ -507,8 +512,8 @@ class PrefixTree:
             self.pool.unuse(old)
 
     def _ancestors_inside_block(self, node: Node, position: int) -> Iterator[Node]:
-        """Yields, from `node` up, the nodes that end inside the block of `position` or at it, but not at its
-        start."""
+        """Yields `node` and its ancestors, deepest first, as long as they end beyond the start of the block of
+        `position`."""
         block_start = position // self.block_size * self.block_size
         step: Node | None = node
         while step is not None and step.end > block_start:
@@ -599,7 +604,7 @@ class PrefixTree:
         for other in _neighbours(checkpoint):
             if other.grant is not None and other.is_spent:
                 self.ledger.clear(other, other.size_bytes)
-            self._rank_again(other)  # passed by this one, or saving only the prefill between them
+            self._rank_again(other)  # the new one passes it, or leaves it only the prefill between them
         if node.queue_ticket:
             self.queue.put(node)  # it may be worth more now
 
@@ -624,7 +629,7 @@ class PrefixTree:
             self.queue.put(node)  # its rank may have fallen
 
     def _rank_again(self, checkpoint: Checkpoint) -> None:
-        """Queues a checkpoint again whose rank may have fallen, and with it that of the leaf that ends there."""
+        """Queues a checkpoint, and the leaf that ends there, again, because the checkpoint's rank may have fallen."""
         node = checkpoint.node
         assert node is not None
         if checkpoint.queue_ticket:
@@ -633,8 +638,8 @@ class PrefixTree:
             self.queue.put(node)
 
     def note_boundaries(self, node: Node, positions: Iterable[int]) -> None:
-        """Notes on the checkpoints of a path which of them are boundaries of the last request: its conversation
-        resumes at no other of the marks and user turns."""
+        """Marks the checkpoints of a path that are boundaries of the last request. Its conversation resumes at no
+        other marks or user turns."""
         near = {position - before for position in positions for before in range(NEAR_TOKENS)}
         for step in node.path():
             for position, checkpoint in step.checkpoints.items():
@@ -644,7 +649,7 @@ class PrefixTree:
                         self.checkpoints.put(checkpoint)  # its rank may have fallen
 
     def reference(self, checkpoint: Checkpoint) -> None:
-        """Keeps a checkpoint from eviction while a lease resumes from it, until that has computed something."""
+        """Keeps a checkpoint from eviction while a lease resumes from it, until the lease has computed something."""
         checkpoint.ref_count += 1
         self.checkpoints.drop(checkpoint)
 
@@ -654,7 +659,7 @@ class PrefixTree:
             self.checkpoints.put(checkpoint)
 
     def rank(self, checkpoint: Checkpoint) -> Rank:
-        """Returns the rank of a checkpoint, on its node already or not."""
+        """Returns the rank of a checkpoint, which need not be on its node yet."""
         return rank_of(checkpoint, self._policy)
 
     # --------------------------------------------------------------------------------------- retention
@@ -707,7 +712,7 @@ class PrefixTree:
             assert evicted, "rows counted as cached could not be evicted"
 
     def make_room_below(self, rows: Rows, rank: Rank) -> bool:
-        """Like `make_room`, but evicts only entries ranked below `rank`. Returns False if that frees too little."""
+        """Evicts like `make_room`, but only entries ranked below `rank`. Returns False if that frees too little."""
         if not self.pools.has_free(rows):
             self.expire_grants()
         while not self.pools.has_free(rows):
@@ -716,7 +721,7 @@ class PrefixTree:
         return True
 
     def evict_checkpoints(self, size_bytes: int) -> None:
-        """Evicts checkpoints, the least valuable first, until rows of so many bytes are free whose memory can be
+        """Evicts checkpoints, the least valuable first, until they have freed `size_bytes` of memory that can be
         returned, or until no checkpoint can be evicted."""
         aim = max(0, self.pools.returnable_bytes - size_bytes)
         while self.pools.returnable_bytes > aim and self.checkpoints.peek() is not None:
@@ -735,7 +740,7 @@ class PrefixTree:
         leaf = checkpoint = None
         if missing_blocks > 0 or (missing_bytes and full.row_bytes):
             leaf = self.queue.peek()
-        if missing_blocks <= 0:  # else only leaves will do, and they free the rest as well
+        if missing_blocks <= 0:  # otherwise only leaves help, and they free the other rows as well
             checkpoint = self.checkpoints.peek()
         by_leaf = leaf is not None and (checkpoint is None or leaf <= checkpoint)
         rank = leaf if by_leaf else checkpoint
@@ -756,8 +761,8 @@ class PrefixTree:
     ) -> None:
         """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint.
 
-        Where blocks are missing, only leaves help. Further ones that rank below `below` go in the same call, because
-        one release of many blocks costs as much as one of few.
+        If blocks are missing, only leaves help. Further leaves that rank below `below` are evicted in the same call,
+        because releasing many blocks at once costs as much as releasing a few.
         """
         self.version += 1
         if by_leaf:
@@ -782,7 +787,7 @@ class PrefixTree:
         self.counters.checkpoints_evicted += 1
 
     def _may_follow(self, missing_blocks: int, below: Rank | None) -> bool:
-        """Returns whether another leaf is to be evicted after one, for blocks that are still missing."""
+        """Returns whether another leaf is evicted in the same call, because blocks are still missing."""
         if missing_blocks <= 0:
             return False
         rank = self.queue.peek()
@@ -839,7 +844,7 @@ class PrefixTree:
             self._forget_evictions(root)
 
     def clear_namespace(self, namespace: Namespace) -> None:
-        """Like `clear`, for one namespace: O(its nodes). The tails of public heads go with them."""
+        """Clears one namespace: O(its nodes). The private tails of its public heads are dropped as well."""
         self.version += 1
         for root in self.roots_of(namespace):
             for node in reversed(list(walk(root))):  # children first
@@ -857,18 +862,18 @@ class PrefixTree:
         self._forget_if_empty(root)
 
     def _trim(self, leaf: Node, blocks: int) -> BlockIds:
-        """Evicts the last `blocks` blocks of a leaf, or all of it if it has no more than that.
+        """Evicts the last `blocks` blocks of a leaf, or the whole leaf if it has no more blocks.
 
         Returns the blocks that the caller releases. No two calls return the same block.
 
-        The tail goes rather than the leaf: the rest is still a prefix that a later request may ask for. Blocks behind
-        the last checkpoint go before that checkpoint, and a checkpoint goes with the K/V before it.
+        Only the tail is evicted, because the rest is still a prefix that a later request may need. Blocks behind the
+        last checkpoint are evicted before it. A checkpoint is evicted together with the K/V before it.
         """
         size, kept, was_retained = self.block_size, len(leaf.blocks) - blocks, leaf.is_retained
         end = (leaf.start // size + kept) * size
         last = leaf.deepest_checkpoint
         if last is not None and end <= -(-last.position // size) * size and last.position < leaf.end:
-            # Up to the exact position: only then is the rest worth as much as the checkpoint.
+            # The leaf is cut at the exact position: only then is the rest worth as much as the checkpoint.
             kept, end = -(-last.position // size) - leaf.start // size, last.position
         if kept > 0:
             self._write_back(leaf, end)
@@ -884,7 +889,8 @@ class PrefixTree:
                 self.counters.idle_evicted_tokens += leaf.end - end
                 self._count_unasked(leaf, end - leaf.end)
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
-            self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
+            if leaf.grant is not None:
+                self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
             self.counters.evicted_blocks += len(gone)
             self.queue.put(leaf)
@@ -932,7 +938,7 @@ class PrefixTree:
         leaf.protections.clear()
         leaf.parent = None
         if len(parent.children) < 2 and not self.pools.resume_anywhere:
-            # A leaf, or a chain: the last checkpoint there may be passed now.
+            # The parent is now a leaf or has one child, so its last checkpoint may count as passed.
             above = parent.checkpoint_up_to(parent.end)
             if above is not None:
                 self._rank_again(above)
@@ -942,7 +948,7 @@ class PrefixTree:
             blocks = blocks[1:]
         # An object that still points at the node must not keep its arrays alive.
         leaf.tokens, leaf.blocks, leaf.windows = NO_TOKENS, NO_BLOCKS, []
-        head = parent.parent if isinstance(parent, Root) else None  # a leaf too, if that was its last tail
+        head = parent.parent if isinstance(parent, Root) else None  # a leaf now, if this was its last tail
         self._forget_if_empty(parent)
         self._queue_if_evictable(parent if head is None else head)
         return blocks

@@ -97,7 +97,7 @@ class Node:
     resume_anywhere: bool = field(init=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position, in (start, end]
     children: dict[int, Node] = field(default_factory=dict)  # by first token
-    # Where it ends a public head: of each tenant, the beginning of its tails.
+    # If the node ends a public head: the root of each tenant's tails.
     private_roots: dict[Namespace, Root] = field(default_factory=dict)
     ref_count: int = 0  # leases whose node is here or below: > 0 means not evictable
     protections: dict[HitProtection, None] = field(
@@ -130,8 +130,8 @@ class Node:
 
     @property
     def is_retained(self) -> bool:
-        """True if it is evicted after all entries without a time to live. Blocks behind the last checkpoint, from
-        which no request resumes, are not."""
+        """True if it is evicted after all entries without a time to live. Blocks behind the last checkpoint are not
+        retained, because no request resumes from them."""
         if self.grant is None or not self.grant.ttl_s:
             return False
         return self.resume_anywhere or self.end_checkpoint is not None
@@ -153,7 +153,7 @@ class Node:
 
     @property
     def end_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint at its end, or so near to it that the tokens behind take hardly any memory."""
+        """The checkpoint at the node's end, or so near to it that the tokens behind it take hardly any memory."""
         last = self.deepest_checkpoint
         return None if last is None or self.end - last.position >= NEAR_TOKENS else last
 
@@ -171,7 +171,7 @@ class Node:
 
     @property
     def is_spent(self) -> bool:
-        """True if hardly any request resumes at its end: no checkpoint is there, or a spent one."""
+        """True if hardly any request resumes at its end: the end has no checkpoint, or a spent one."""
         if self.resume_anywhere:
             return False
         last = self.end_checkpoint
@@ -199,8 +199,9 @@ class Node:
 class Root(Node):
     """The beginning of a namespace: no tokens, no blocks, never evicted.
 
-    A *private* root lies at the end of a public head, below the node that ends there: what one tenant's prompts go on
-    with. Its namespace may have several, and one without a parent, for prompts that begin with no public head.
+    A *private* root lies at the end of a public head, below the node that ends there. Below it are the continuations
+    of one tenant's prompts. A namespace may have several private roots, and one without a parent, for prompts that
+    begin with no public head.
     """
 
     __slots__ = ("namespace",)
@@ -277,8 +278,8 @@ class Checkpoint:
 
     @property
     def used_at(self) -> float:
-        """The last use of the prefix that it ends: requests that resume from a deeper one use it as well. They do
-        not use a spent one."""
+        """The last use of the prefix that it ends. Requests that resume from a deeper checkpoint use this one as
+        well, unless it is spent."""
         if self.node is None or self.is_spent:
             return self.last_used
         return max(self.last_used, self.node.last_used)
@@ -289,7 +290,7 @@ class Checkpoint:
 
     @property
     def is_spent(self) -> bool:
-        """True if hardly any request resumes there: its conversation has gone on, and there was no other one.
+        """True if hardly any request resumes there: its only conversation has moved on to a later position.
 
         A conversation goes on from its newest checkpoint, or from a boundary of its last request: the end of the last
         user turn, or a mark that the client still sends. Two resumptions show that a prefix is used by others too.
@@ -311,7 +312,7 @@ class Checkpoint:
 
     @property
     def is_passed(self) -> bool:
-        """True if there is a deeper one: on its node, or on a branch below it before the branch divides."""
+        """True if there is a deeper checkpoint, on its node or on a branch below it before the branch divides."""
         assert self.node is not None
         if max(self.node.checkpoints, default=0) > self.position:
             return True
@@ -348,7 +349,7 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class HitProtection:
-    """A queued request's protection of the prefix that it would hit: evicted after all that is not protected."""
+    """A queued request's protection of the prefix that it would hit. Unprotected entries are evicted first."""
 
     version: int  # of the tree when it was made
     nodes: list[Node] = field(default_factory=list)
@@ -382,7 +383,7 @@ def kept_part(tokens: Tokens) -> Tokens:
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
-    The position lies in (node.start, node.end], or is that of the root.
+    The position lies in (node.start, node.end], or is the root's.
     """
     node, position, length = root, root.end, len(tokens)
     while position < length:
@@ -474,7 +475,7 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
 
 def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block_size: int) -> BlockIds:
     """Returns the blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for
-    those that were released. `position` <= node.end."""
+    released blocks. `position` <= node.end."""
     references = np.full(-(-position // block_size), -1, np.int64)
     filled_from = len(references)
     for step in node.path():
@@ -512,7 +513,7 @@ def walk(root: Node) -> Iterator[Node]:
 
 
 def below(node: Node) -> Iterator[Node]:
-    """Yields the nodes right below a node, those of private roots included."""
+    """Yields the nodes right below a node, including the nodes right below its private roots."""
     yield from node.children.values()
     for root in node.private_roots.values():
         yield from root.children.values()

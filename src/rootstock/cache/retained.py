@@ -1,7 +1,7 @@
 """The entries that hints retain: of one cache, and of all caches of its budget.
 
 The bounds hold for the caches of a budget together. Each cache has a ledger of its own. The entry that gives up its
-place may be one of any cache: of those of the lowest level, the one that saves the least prefill per byte.
+place may be in any cache: it is the entry of the lowest level that saves the least prefill per byte.
 """
 
 from __future__ import annotations
@@ -99,17 +99,17 @@ class RetainedOfBudget:
         return list(dict.fromkeys(tenant for part, _ in self._parts() for tenant in part.tenants))
 
     def bytes_of(self, tenant: str | None) -> int:
-        """Returns the bytes that a tenant retains, or all of them."""
+        """Returns the bytes that a tenant retains, or that all tenants retain."""
         return sum(part.bytes_of(tenant) for part, _ in self._parts())
 
     def firm_bytes(self, tenant: str, level: Level, now: float) -> int:
-        """Returns the bytes that do not yield to new entries of a level, with those that are promised."""
+        """Returns the bytes that do not yield to new entries of a level, with the promised bytes."""
         return sum(part.firm_bytes(tenant, level, now) for part, _ in self._parts())
 
     def displace(self, tenant: str, kept: Collection[object], now: float, below: Level | None = None) -> bool:
-        """Takes away the grant that the tenant gives up first, of those that yield to the level `below`.
+        """Takes away the first grant that the tenant gives up, among its grants that yield to the level `below`.
 
-        Returns False if there is none, or only one in `kept`.
+        Returns False if there is no such grant outside of `kept`.
         """
         found: tuple[Standing, RetainingCache] | None = None
         for part, log_price in self._parts():
@@ -129,7 +129,7 @@ def _node_of(entry: Node | Checkpoint) -> Node | None:
 
 
 def _yields(entry: Grantee, level: Level, now: float) -> bool:
-    """Returns True if an entry gives its place to one of `level`: it is below that, or as high and overdue."""
+    """Returns True if an entry gives its place to one of `level`: its level is lower, or equal and overdue."""
     grant = entry.grant
     assert grant is not None
     if grant.level != level:

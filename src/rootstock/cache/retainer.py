@@ -17,7 +17,7 @@ from rootstock.cache.hints import (
     CacheHints,
     HintOutcome,
     RetainedLimits,
-    Retention,
+    RetentionWish,
     Verdict,
 )
 from rootstock.cache.lease import Lease
@@ -34,12 +34,12 @@ from rootstock.cache.retention import (
     nearness,
     strongest,
 )
-from rootstock.cache.sessions import Sessions
+from rootstock.cache.sessions import SessionTable
 from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
-MOST_SHARES = 8  # however many tenants there are, each may have this part of what can be retained
+MOST_SHARES = 8  # of the retainable bytes: of more tenants, each may still have an eighth
 NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
 EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
@@ -56,7 +56,7 @@ class Retainer:
         tree: PrefixTree,
         counters: Counters,
         clock: Callable[[], float],
-        sessions: Sessions,
+        sessions: SessionTable,
         share: float,
     ) -> None:
         shared = pools.share
@@ -83,12 +83,9 @@ class Retainer:
 
     # ------------------------------------------------------------------------------------ at admission
 
-    def begin(self, hints: CacheHints | None, lease: Lease) -> None:
+    def begin(self, hints: CacheHints, lease: Lease) -> None:
         """Decides about the hints of an admitted request; its lease gets the claims and the outcomes."""
         now = self._clock()
-        if hints is None:
-            self.tenants.note(None, lease.namespace.salt, now)
-            return
         self.tenants.note(hints.tenant, lease.namespace.salt, now)
         self._every.expire()
         lease.hints = hints
@@ -106,7 +103,7 @@ class Retainer:
         ]
         if hints.session is not None:
             ttl_s = None if hints.ends_session else session_ttl_s
-            outcomes.append(decisions.decide(Retention(hints.session_field, None, ttl_s)))
+            outcomes.append(decisions.decide(RetentionWish(hints.session_field, None, ttl_s)))
         lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
         if decisions.promised_bytes:
             self.retained.promised[lease.id] = (hints.tenant, decisions.promised_bytes)
@@ -139,7 +136,8 @@ class Retainer:
 
     def retain(self, lease: Lease) -> None:
         """Gives the nodes and checkpoints on the lease's path their grants. Call it before the lease is detached."""
-        if lease.node is None or lease.hints is None:
+        assert lease.hints is not None, "only hints retain"
+        if lease.node is None:
             return
         now = self._clock()
         self._every.expire()
@@ -148,8 +146,8 @@ class Retainer:
         self._demote_if_overdrawn(lease, is_whole, now)
 
     def _demote_if_overdrawn(self, lease: Lease, is_whole: bool, now: float) -> None:
-        """Lets the rest of a tenant whose share is full go before the prefixes of others: what it has retained is
-        taken from its own part of the cache, not from theirs."""
+        """Ranks the unretained prefixes of a tenant whose share is full below the prefixes of others. Its retained
+        prefixes then take room from its own part of the cache, not from the others' parts."""
         assert lease.node is not None
         assert lease.hints is not None
         if self.tenants.count(now) < 2:
@@ -188,7 +186,8 @@ class Retainer:
         """Ends the lease's part in the accounts. Call it when the lease ends."""
         self.retained.promised.pop(lease.id, None)
         hints = lease.hints
-        if hints is None or hints.session is None:
+        assert hints is not None, "only hints have accounts"
+        if hints.session is None:
             return
         self.sessions.end(lease.session, self._clock(), comes_back=comes_back)
         if hints.ends_session and not comes_back:
@@ -272,7 +271,7 @@ class _Decisions:
         self.claims: list[Claim] = []
         self.promised_bytes = 0
 
-    def decide(self, wish: Retention) -> HintOutcome:
+    def decide(self, wish: RetentionWish) -> HintOutcome:
         def refused(reason: str) -> HintOutcome:
             return HintOutcome(wish.field, Verdict.REFUSED, reason)
 
@@ -350,7 +349,7 @@ class _Application:
         self._now = now
 
     def run(self) -> bool:
-        """Grants what the share pays for, from the root on. Returns False if it does not pay for all."""
+        """Grants retention from the root on, as far as the share pays. Returns False if it does not pay for all."""
         return all(self._apply(node) for node in self._path)
 
     def _apply(self, node: Node) -> bool:
@@ -367,7 +366,7 @@ class _Application:
 
     def _grant(self, part: Node, claims: Sequence[Claim]) -> bool:
         spent = [at for at in part.checkpoints.values() if at.is_spent]
-        for each in spent:  # of earlier requests: this one retains those that the conversation goes on from
+        for each in spent:  # of earlier requests: this one retains the points where the conversation resumes
             self._retainer.take_back(each, claims[0].tenant)
         missing = self._retainer.grant(part, claims, self._kept, self._now)
         if missing:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rootstock.cache.hints import Keep
 
-# Priorities of grants that cost nothing, below those of clients.
+# Priorities of grants that cost nothing. They are below all priorities of clients.
 ENDED_PRIORITY = -102  # the private part of a session that has ended
 OVERDRAWN_PRIORITY = -101  # the rest of a tenant whose share is full, while there are others
 

@@ -77,7 +77,7 @@ class ExpectedPause:
 
 
 @dataclass(slots=True)
-class Session:
+class CacheSession:
     id: int  # never used again
     pauses: Pauses
     ttl_s: float = 0.0  # that the last request asked for; 0: none
@@ -85,30 +85,30 @@ class Session:
     idle_since: float | None = None  # None: no request has ended, or one is running
 
 
-class Sessions:
+class SessionTable:
     """Table of sessions. A session belongs to one tenant: equal names of two tenants are two sessions."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, OrderedDict[str, Session]] = OrderedDict()
+        self._of: OrderedDict[str, OrderedDict[str, CacheSession]] = OrderedDict()
         self._ids = itertools.count(1)
-        self._by_id: dict[int, Session] = {}
+        self._by_id: dict[int, CacheSession] = {}
         self._every: dict[str, Pauses] = {}  # of all sessions of a tenant: expected of a new one
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def find(self, tenant: str, name: str) -> Session | None:
+    def find(self, tenant: str, name: str) -> CacheSession | None:
         of_tenant = self._of.get(tenant)
         return None if of_tenant is None else of_tenant.get(name)
 
-    def begin(self, tenant: str, name: str, now: float, ttl_s: float = 0.0) -> Session:
+    def begin(self, tenant: str, name: str, now: float, ttl_s: float = 0.0) -> CacheSession:
         """Notes that a request of the session has been admitted, which asks for a time to live (0: for none); learns
         the pause before it."""
         of_tenant = self._of.setdefault(tenant, OrderedDict())
         self._of.move_to_end(tenant)
         session = of_tenant.get(name)
         if session is None:
-            session = of_tenant[name] = Session(next(self._ids), Pauses())
+            session = of_tenant[name] = CacheSession(next(self._ids), Pauses())
             self._by_id[session.id] = session
             while len(of_tenant) > MAX_SESSIONS:
                 del self._by_id[of_tenant.popitem(last=False)[1].id]
@@ -152,7 +152,7 @@ class Sessions:
         if session is not None:
             del self._by_id[session.id]
 
-    def expected(self, tenant: str, session: Session) -> ExpectedPause:
+    def expected(self, tenant: str, session: CacheSession) -> ExpectedPause:
         """Returns the pause to expect after the session's last request: from the session's own pauses, or from those
         of the tenant's other sessions before its second request."""
         every = self._every.get(tenant)

@@ -14,8 +14,8 @@ from typing import Protocol
 from rootstock.cache.retention import Level
 from rootstock.cache.tenants import Tenants
 
-# Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
-# logarithm of the seconds that a byte saves.
+# Orders the entries of all caches as `Rank` orders the eviction queue of one cache. Only the last part differs: it is
+# the logarithm of the seconds that a byte saves.
 Value = tuple[bool, bool, int, int, bool, float]
 # Orders retained entries within a tenant's share: the level, then the logarithm of the seconds that a byte saves.
 Standing = tuple[Level, float]
@@ -70,7 +70,7 @@ class RetainingCache(Protocol):
         ...
 
     def firm_bytes(self, tenant: str, level: Level, now: float) -> int:
-        """Returns the bytes that do not yield to new entries of a level, with those that are promised."""
+        """Returns the bytes that do not yield to new entries of a level, with the promised bytes."""
         ...
 
     def least(
@@ -83,7 +83,7 @@ class RetainingCache(Protocol):
         ...
 
     def displace_least(self, tenant: str) -> None:
-        """Takes the grant of that entry away, and with a node's those of the same tenant below it."""
+        """Takes the grant of that entry away. With a node, also takes the grants of the same tenant below it."""
         ...
 
 
@@ -138,8 +138,8 @@ class BudgetShare:
         self.budget = budget
         # Seconds of prefill that a byte of plain blocks saves, relative to the other caches of the budget.
         self.price = 1.0
-        # Tokens of a prompt, and of them those that the cache has, or had before an eviction: moving averages.
-        # Entries that no request uses again save nothing, however dear their prefill is.
+        # Moving averages: tokens of a prompt, and how many of them are cached or were cached before an eviction.
+        # Entries that no request uses again save nothing, even if their prefill is expensive.
         self._prompt_tokens = self._known_tokens = 0.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
@@ -180,7 +180,7 @@ class BudgetShare:
 
     @property
     def has_requests(self) -> bool:
-        """Whether the cache gives memory back by itself: when a request ends, or the cache's owner."""
+        """True if the cache gives memory back by itself: when a request ends, or the cache's owner."""
         if self.is_closed:
             return self.owned_bytes > 0
         return self._pinning is not None and self._pinning.has_requests
@@ -241,7 +241,7 @@ class BudgetShare:
         return self.budget.backed_bytes - self.budget.budget_bytes
 
     def valued(self, value: Value) -> Value:
-        """Returns a value at this cache's price, comparable with those of the other caches."""
+        """Returns a value at this cache's price, comparable with values of the other caches."""
         return *value[:5], value[5] + self.log_price
 
     def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:

@@ -60,7 +60,7 @@ class PoolUsage:
     budget_bytes: int
     used_bytes: int  # of rows that are not free
     families: tuple[FamilyStats, ...]
-    hit_tokens: int  # counted since the start, as the next one
+    hit_tokens: int  # both are counted since the start
     inside_block_tokens: int
 
 

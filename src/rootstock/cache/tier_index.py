@@ -23,7 +23,7 @@ from rootstock.cache.families import (
     RecurrentState,
     token_families,
 )
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope
 from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.types import Tokens
 
@@ -47,8 +47,6 @@ class TierHit:
     blocks: tuple[StoredBlock, ...]
     state: Identity | None
     payload_bytes: int
-    # False: a part of a prefix, of full attention alone. A later load brings what a resumption needs besides.
-    is_resumable: bool = True
 
     @property
     def identities(self) -> list[Identity]:
@@ -91,7 +89,7 @@ class StoredIndex:
 
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
-        too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
+        too_long = identity.kind is RecordKind.BLOCKS and len(identity.tokens) > self.block_size
         misplaced = identity.start % self.block_size  # stored with blocks of another size: never looked up
         if family is None or too_long or misplaced or identity.dtype.endswith(_WITHDRAWN_DTYPE):
             self.foreign_records += 1
@@ -145,7 +143,7 @@ class StoredIndex:
         """Returns True if a block is stored that begins with these tokens."""
         return any(
             f == family
-            and identity.kind is Kind.BLOCKS
+            and identity.kind is RecordKind.BLOCKS
             and common_prefix(identity.tokens, tokens) == len(tokens)
             for f, _, identity in self._at.get(parent, ())
         )
@@ -187,7 +185,7 @@ class StoredIndex:
 _WITHDRAWN_DTYPE = "/int8"
 
 
-class _Place(NamedTuple):
+class _RecordPrefix(NamedTuple):
     """A place of records: the digest of the tokens before them, and their namespace."""
 
     digest: bytes
@@ -205,7 +203,7 @@ def _namespaces(scope: Scope, tokens: Tokens) -> list[tuple[bytes, int]]:
 
 def _boundaries(
     tokens: Tokens, scope: Scope, first: int, block_size: int
-) -> Iterator[tuple[int, list[_Place]]]:
+) -> Iterator[tuple[int, list[_RecordPrefix]]]:
     """Yields (position, its places) of each block boundary from block `first` on, before the end."""
     raw = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     position = first * block_size
@@ -213,7 +211,10 @@ def _boundaries(
     for *_, h in hashes:
         h.update(raw[: position * 4])
     while position < len(tokens):
-        yield position, [_Place(h.digest(), namespace, end) for namespace, end, h in hashes if position < end]
+        yield (
+            position,
+            [_RecordPrefix(h.digest(), namespace, end) for namespace, end, h in hashes if position < end],
+        )
         for *_, h in hashes:
             h.update(raw[position * 4 : (position + block_size) * 4])
         position += block_size
@@ -260,7 +261,7 @@ class _Search:
                     return hit
         return None
 
-    def _look(self, block: int, places: Sequence[_Place]) -> list[tuple[int, Identity, int]]:
+    def _look(self, block: int, places: Sequence[_RecordPrefix]) -> list[tuple[int, Identity, int]]:
         """Looks up the records of the scope at a block. A record is loaded by its own identity, so the identity is
         compared in full."""
         start = block * self.index.block_size
@@ -299,7 +300,7 @@ class _Search:
     def _hit_at(self, position: int, found: int, state: Identity | None) -> TierHit | None:
         """Returns the records to load to resume at `position`; None if some of them are not stored."""
         index, size = self.index, self.index.block_size
-        # Of each family, the first position to load; windows first, since they are the likeliest to be missing.
+        # The first position to load of each family. Windows come first, since they are most likely to be missing.
         needed = {family: index.token_families[family].first_visible(position) for family in index.windows}
         base = position
         if self.in_memory < position:

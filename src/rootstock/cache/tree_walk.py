@@ -1,10 +1,10 @@
-"""A walk over the prefix tree in pieces, for people who look at it: the engine works between two pieces.
+"""A walk over the prefix tree in pieces, for the dashboard: the engine works between two pieces.
 
 A walk of 100,000 nodes takes longer than a step. Between two pieces the tree changes: nodes are added, split, trimmed
-and removed. Each node is reported as it is when the walk comes to it, after its parent. A node that is removed before
-that is left out, and one that is added behind the walk's place may be.
+and removed. Each node is reported as it is when the walk reaches it, after its parent. A node that is removed before
+the walk reaches it is left out. A node that is added behind the walk's place may be left out.
 
-Nodes are reported some hundreds at once, column by column: that takes a quarter of the time of one after the other.
+Nodes are reported some hundreds at once, column by column, in a quarter of the time of one node after the other.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class NodeColumns:
 
 
 class TreeWalk:
-    """A walk over the trees of all namespaces. `previous` is the last walk, whose numbers of nodes it repeats. Other
-    nodes get the next ones of `numbers`.
+    """A walk over the trees of all namespaces. Nodes keep the numbers of the `previous` walk; new nodes get the next
+    numbers from `numbers`.
 
     Belongs to the thread that owns the cache.
     """
@@ -106,7 +106,7 @@ class TreeWalk:
             self._known, self._known_numbers = previous._rows, previous.columns.number
         self._at_once = at_once
         self.token_bytes = pools.full.row_bytes / pools.block_size  # of a position
-        # Of each checkpoint, where all have the same: one that holds blocks of windows has more.
+        # Bytes of a checkpoint if all are equal; with windows, counted for each.
         self._state_bytes = None if pools.windows else pools.bytes_of(Rows(0, (), 1))
         self._nodes: list[Node] = []  # by row
         self._rows: dict[Node, int] = {}

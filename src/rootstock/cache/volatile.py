@@ -1,7 +1,7 @@
 """Volatile spans: a few tokens that change from prompt to prompt, with equal tokens before and after them.
 
 A date, a version or a session's id in the head of a prompt is enough to lose the cache of everything behind it. When
-a prompt diverges from the cached prefixes, its next tokens are compared with those of the sibling branches. If both
+a prompt diverges from the cached prefixes, its next tokens are compared with the sibling branches. If both
 agree again after at most `MAX_SPAN` tokens, and for at least `MIN_AGREED` tokens, the tokens between are a volatile
 span.
 
@@ -29,7 +29,7 @@ MAX_SPAN = 64  # tokens: an id, a date or a path has up to about 40
 # Two unrelated prompts have a sentence in common, of up to about 20 tokens, but hardly 32 tokens in a row.
 MIN_AGREED = 32
 MIN_DISTINCT = 8  # of the tokens that agree: runs of spaces or of one word tell nothing
-MAX_SPANS = 32  # of one namespace; the one that was seen longest ago goes first
+MAX_SPANS = 32  # of one namespace; the least recently seen one is dropped first
 MAX_NAMESPACES = 256
 MAX_EXAMPLES = 4  # of one span, the latest ones
 
@@ -111,8 +111,8 @@ def _hashes(windows: Tokens) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 def realignment(node: Node, found: int, tokens: Tokens) -> Realignment | None:
     """Compares a prompt with the branches from which it diverges at `found`, at or within `node`.
 
-    Its own branch, if it is in the tree by now, is none of them. Returns the realignment with the most tokens that
-    agree. Changes nothing.
+    The prompt's own branch, if it is in the tree by now, does not count. Returns the realignment with the most tokens
+    that agree. Changes nothing.
     """
     branches = _branches(node, found, int(tokens[found]))
     windows = [_following(branch, offset) for branch, offset in branches]
@@ -147,7 +147,7 @@ def _branches(node: Node, found: int, own: int) -> Sequence[tuple[Node, int]]:
 
 
 def _path(node: Node) -> Iterator[Node]:
-    """Yields a node and the nodes below it, each time the one that was used last of those that were added last."""
+    """Yields a node and one path below it. Each step takes the most recently used of the newest children."""
     while True:
         yield node
         if not node.children:

@@ -7,18 +7,18 @@ those rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import xxhash
 
 from rootstock.cache.families import ChunkedAttention
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, identify
-from rootstock.cache.lease import Lease, Match
+from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope, identify
+from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
-from rootstock.cache.radix_node import Checkpoint, Node, Root, WindowBlocks, block_table
+from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.retention import keep_of
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
@@ -53,7 +53,7 @@ class WriteBackQueue:
         return stores
 
     def forget(self, namespace: Namespace | None = None) -> None:
-        """Drops the waiting stores, all of them or those of a namespace."""
+        """Drops the waiting stores of a namespace, or all."""
         of = None if namespace is None else namespace.digest()
         self._waiting = {
             key: store
@@ -140,7 +140,7 @@ class WriteBackQueue:
     def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, those of
+            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, for
             # all tenants if they may have continued a public head.
             keys = self.stored.keys_beyond(None if first < scope.public_tokens else scope.namespace, first)
         else:
@@ -153,31 +153,6 @@ class WriteBackQueue:
             for key, store in self._waiting.items()
             if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, scope)
         }
-
-    # -------------------------------------------------------------------- a prefix for another server
-
-    def add_found(self, match: Match, first: int, end: int) -> None:
-        """Adds the blocks `first` … `end` - 1 of full attention that a match has found."""
-        full = self._pools.full
-        if full.family is None or match.node is None:
-            return
-        position = min(match.found, match.limit)
-        table = block_table(match.node, position, self._size)[first:end]
-        tokens = match.tokens[: min(end * self._size, position)]
-        self._add_blocks(match.scope, tokens, first, table, full, None)
-
-    def can_store(self, match: Match) -> bool:
-        """Returns True if records can hold the windows and the state from which a match resumes."""
-        return self._is_storable(match.length, match.windows)
-
-    def add_resume_point(self, match: Match) -> bool:
-        """Adds the windows and the state from which a match resumes. Returns False if they cannot be stored."""
-        position = match.length
-        if not self.can_store(match):
-            return False
-        slot = NO_SLOT if match.checkpoint is None else match.checkpoint.slot
-        self._add_rows(match.scope, match.tokens[:position], match.windows, slot, None)
-        return True
 
     # ---------------------------------------------------------------------------------------- identity
 
@@ -194,21 +169,16 @@ class WriteBackQueue:
         keep: Keep | None,
     ) -> None:
         """Adds all rows that a resumption after `tokens` reads, with the state in `slot`."""
-        if self._is_storable(checkpoint.position, checkpoint.windows):
-            self._add_rows(scope, tokens, checkpoint.windows, slot, keep)
+        if self._is_storable(checkpoint):
+            for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
+                self._add_blocks(scope, tokens, held.first, held.ids, pool, keep)
+            self._add_state(scope.of(len(tokens)), tokens, slot, keep)
 
-    def _add_rows(
-        self, scope: Scope, tokens: Tokens, windows: Sequence[WindowBlocks], slot: SlotId, keep: Keep | None
-    ) -> None:
-        for pool, held in zip(self._pools.windows, windows, strict=True):
-            self._add_blocks(scope, tokens, held.first, held.ids, pool, keep)
-        self._add_state(scope.of(len(tokens)), tokens, slot, keep)
-
-    def _is_storable(self, position: int, windows: Sequence[WindowBlocks]) -> bool:
+    def _is_storable(self, checkpoint: Checkpoint) -> bool:
         """Returns True if its blocks hold all their positions. Where a chunk begins inside a block, the positions
         before it may never have been written. Records begin at blocks, so such a block cannot be stored."""
-        for pool, held in zip(self._pools.windows, windows, strict=True):
-            inside = pool.family.first_visible(position) % self._size
+        for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
+            inside = pool.family.first_visible(checkpoint.position) % self._size
             if isinstance(pool.family, ChunkedAttention) and inside and len(held.ids):
                 return False
         return True
@@ -258,7 +228,7 @@ class WriteBackQueue:
                 pool.family.name,
                 pool.family.layers,
                 dtype,
-                Kind.BLOCKS,
+                RecordKind.BLOCKS,
                 start,
                 own,
                 parent,
@@ -281,7 +251,7 @@ class WriteBackQueue:
             pool.family.name,
             pool.family.layers,
             namespace.kv_dtype,
-            Kind.STATE,
+            RecordKind.STATE,
             tokens,
             start,
         )

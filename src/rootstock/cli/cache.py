@@ -1,6 +1,4 @@
-"""`rootstock cache`: inspects a directory of the disk tier that no server uses, and moves records in and out.
-
-Prefixes move in and out of running servers in `live_cache`.
+"""`rootstock cache`: inspects a directory of the disk tier that no server uses, and warms the cache of a server.
 
 The tier stores records. A user knows prompts: `Prefixes` chains the records into them.
 """
@@ -8,12 +6,10 @@ The tier stores records. A user knows prompts: `Prefixes` chains the records int
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,12 +17,10 @@ from typing import Annotated
 
 import typer
 
-from rootstock.cache.keys import Identity, Kind
-from rootstock.cache.types import Tokens
-from rootstock.cli import live_cache as live
+from rootstock.cache.keys import Identity, RecordKind
 from rootstock.cli import options
-from rootstock.cli.export_choice import chosen_records, find_namespace, parse_tokens
 from rootstock.cli.output import counted, counting, iso_time, print_table, progress_bar
+from rootstock.cli.server_client import server_client
 from rootstock.cli.stored_prefixes import (
     add_texts,
     columns_of_prefixes,
@@ -35,35 +29,24 @@ from rootstock.cli.stored_prefixes import (
     summary_in_words,
 )
 from rootstock.config import parse_bytes
-from rootstock.engine.tokenizer import HFTokenizer
-from rootstock.errors import InvalidOption, StartupError
+from rootstock.errors import StartupError
 from rootstock.runtime.select import leave_out_torch
 from rootstock.server.declared_prompts import read_warm_file
-from rootstock.tiers.base import AlreadyStored, NotStored, Off, Stored
-from rootstock.tiers.disk.archive import Unreadable, read_places
-from rootstock.tiers.disk.files import LOCK_NAME, Files
+from rootstock.text.tokenizer import HFTokenizer
+from rootstock.tiers.base import Off
 from rootstock.tiers.disk.prefixes import Prefixes
-from rootstock.tiers.disk.reports import Failure, NotExported
-from rootstock.tiers.disk.signature import BundleKey
-from rootstock.tiers.disk.space import Budget, Usage, measure
-from rootstock.tiers.disk.tier import SEGMENT_BYTES, DiskTier
+from rootstock.tiers.disk.reports import Failure
+from rootstock.tiers.disk.space import DiskUsage
+from rootstock.tiers.disk.tier import DiskTier
 from rootstock.units import in_units
 
 EXIT_DAMAGED = 1
 
 _STATUSES = "Exit status 0: {}. 1: {}. 2: {}."
-_SAME_SERVER = "Only a server with the same weights, dtype and tenant can use these records."
 
 cache_app = typer.Typer(no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Directory that servers get as --disk-dir.")]
-Paths = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="[DIR] FILE",
-        help="Directory that servers get as --disk-dir, and the archive. The archive alone for a running server.",
-    ),
-]
 TokenizerOf = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Model directory or Hub name, for texts instead of token ids."),
@@ -127,7 +110,7 @@ def _damage_in_words(failure: Failure) -> str:
 def _place_in_words(identity: Identity) -> str:
     place = (
         f"after {counted(identity.end, 'token')}"
-        if identity.kind is Kind.STATE
+        if identity.kind is RecordKind.STATE
         else f"positions {identity.start}–{identity.end - 1}"
     )
     return f"{identity.family}\t{place}, namespace {identity.namespace.hex()[:8]}"
@@ -193,183 +176,6 @@ def _load_tokenizer(model: str) -> HFTokenizer:
     return HFTokenizer.load(model)
 
 
-# -- export and import ---------------------------------------------------------------------------------------------
-
-
-@cache_app.command(
-    "export",
-    cls=options.Command,
-    epilog=_STATUSES.format(
-        "FILE holds all chosen records", "damaged records are left out", "nothing is written"
-    ),
-)
-def export(
-    paths: Paths,
-    namespace: Annotated[
-        str | None,
-        typer.Option(metavar="HEX", help="Only records of this namespace: its first characters, as in ls."),
-    ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(metavar="HEX", help="Only one prefix: the first characters of its key, as in ls."),
-    ] = None,
-    prefix_text: Annotated[
-        str | None,
-        typer.Option(help="Only records of this text and of its continuations. Needs --tokenizer."),
-    ] = None,
-    prefix_tokens: Annotated[
-        str | None, typer.Option(metavar="1,2,3", help="Like --prefix-text, but token ids.")
-    ] = None,
-    tokenizer: TokenizerOf = None,
-    limit_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Maximum size of the records: the most recently used, with their prefixes."
-        ),
-    ] = None,
-    sign_key: live.SignKey = None,
-    from_url: live.From = None,
-    prefix: live.PrefixFile = None,
-    api_key: live.ApiKey = None,
-    tenant: live.TenantName = None,
-) -> None:
-    """Write records to one file: all, or those of a namespace or a prefix.
-
-    With --from, write the prefix of one prompt that a running server has cached. Only a server with the same weights,
-    dtype and tenant can use them. The file holds the prompts as tokens."""
-    key_of_file = None if sign_key is None else BundleKey.read("--sign-key", sign_key)
-    if from_url is not None:
-        [file] = _paths(paths, 1, "--from")
-        _refuse_beside(
-            "--from",
-            {
-                "--namespace": namespace,
-                "--key": key,
-                "--prefix-text": prefix_text,
-                "--prefix-tokens": prefix_tokens,
-                "--tokenizer": tokenizer,
-                "--limit-bytes": limit_bytes,
-            },
-        )
-        if prefix is None:
-            raise StartupError("--from needs --prefix FILE, the prompt whose prefix is exported.")
-        _refuse_to_overwrite(file)
-        live.export(from_url, prefix, file, key_of_file, api_key, tenant)
-        print(_SAME_SERVER)
-        return
-    _refuse_beside("DIR", {"--prefix": prefix, "--tenant": tenant})
-    folder, file = _paths(paths, 2, "--from")
-    if sum(option is not None for option in (key, prefix_text, prefix_tokens)) > 1:
-        raise StartupError("--key, --prefix-text and --prefix-tokens each choose a prefix: give one of them.")
-    if prefix_text is not None and tokenizer is None:
-        raise StartupError(
-            "--prefix-text needs --tokenizer MODEL, a directory or a hub name, to become tokens."
-        )
-    chosen_tokens: list[Tokens] = []
-    if prefix_tokens is not None:
-        chosen_tokens = [parse_tokens(prefix_tokens)]
-    elif prefix_text is not None and tokenizer is not None:
-        loaded = _load_tokenizer(tokenizer)
-        # The text as a completion and as a chat: some tokenizers put a first token before a completion.
-        chosen_tokens = [loaded.encode(prefix_text), loaded.encode_chat(prefix_text)]
-        if not len(chosen_tokens[1]):
-            raise InvalidOption("--prefix-text", prefix_text, "a text of one token at least")
-    most_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "--limit-bytes")
-    _refuse_to_overwrite(file)
-
-    with _opened(DiskTier.open_as_found(folder)) as tier:
-        only = None if namespace is None else find_namespace(tier, namespace)
-        with progress_bar("Reading the index") as progress:
-            chosen = chosen_records(tier, only, key, chosen_tokens, most_bytes, progress)
-        _stop_if_off(tier)
-        if not chosen:
-            raise StartupError(f"{folder} holds no such record: nothing to export.")
-        with progress_bar("Copying records", len(chosen)) as progress:
-            written = tier.export(counting(chosen, progress), file)
-    if isinstance(written, NotExported):
-        raise StartupError(f"Nothing was exported: {written.reason}")
-    if key_of_file is not None:
-        live.signed(file, key_of_file)
-    print(f"{counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}.")
-    print(_SAME_SERVER)
-    if written.failures:
-        kinds = Counter(failure.miss.kind for failure in written.failures)
-        told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-        print(
-            f"{counted(len(written.failures), 'record')} left out, damaged: {told}. See `rootstock cache verify`."
-        )
-        raise typer.Exit(EXIT_DAMAGED)
-
-
-@cache_app.command(
-    "import",
-    cls=options.Command,
-    epilog=_STATUSES.format(
-        "the directory has every record of FILE",
-        "damaged or refused records are left out",
-        "nothing is changed",
-    ),
-)
-def import_(
-    paths: Paths,
-    disk_budget: Annotated[str | None, options.DISK_BUDGET] = None,
-    verify_key: live.VerifyKey = None,
-    to_url: live.To = None,
-    model: live.ModelName = None,
-    api_key: live.ApiKey = None,
-    tenant: live.TenantName = None,
-    cache_salt: live.CacheSalt = None,
-) -> None:
-    """Add the records of a file to a directory, after verifying each. A missing directory is created.
-
-    With --to, put the prefix of a file into the cache of a running server. Only a server with the same weights, dtype
-    and tenant can use them."""
-    key = None if verify_key is None else BundleKey.read("--verify-key", verify_key)
-    if to_url is not None:
-        [file] = _paths(paths, 1, "--to")
-        if key is not None:
-            live.refuse_untrusted(file, key)
-        if not live.import_(to_url, file, model, api_key, tenant, cache_salt):
-            raise typer.Exit(EXIT_DAMAGED)
-        return
-    _refuse_beside("DIR", {"--model": model, "--tenant": tenant, "--cache-salt": cache_salt})
-    folder, file = _paths(paths, 2, "--to")
-    if disk_budget is None:
-        raise typer.BadParameter("give the server's --disk-budget.", param_hint="--disk-budget")
-    if key is not None:
-        live.refuse_untrusted(file, key)
-    cap_bytes = parse_bytes(disk_budget, "--disk-budget")
-    places = read_places(Files(), file)
-    if isinstance(places, Unreadable):
-        raise StartupError(f"{file} can't be imported: {places.reason}. Nothing was changed.")
-    total_bytes = sum(place.stored_bytes for place in places)
-    _refuse_to_evict(folder, cap_bytes, total_bytes)
-
-    opened = _opened(DiskTier.open(folder, cap_bytes))
-    with opened as tier, progress_bar("Importing records", total_bytes) as progress:
-        imported = tier.import_(file, progress)
-    if isinstance(imported, Unreadable):
-        raise StartupError(f"{file} can't be imported: {imported.reason}. Nothing was changed.")
-    stored = [outcome for outcome in imported.outcomes if isinstance(outcome, Stored)]
-    already = sum(isinstance(outcome, AlreadyStored) for outcome in imported.outcomes)
-    refused = Counter(
-        f"{outcome.why}\t{outcome.detail}" for outcome in imported.outcomes if isinstance(outcome, NotStored)
-    )
-    damaged = Counter(f"{miss.kind}\t{miss.detail}" for miss in imported.damaged)
-    print(f"stored\t{len(stored)}\t{in_units(sum(outcome.stored_bytes for outcome in stored))}")
-    print(f"already there\t{already}")
-    for outcome, reasons in (("damaged", damaged), ("refused", refused)):
-        for reason, count in reasons.most_common():
-            print(f"{outcome}\t{count}\t{reason}")
-    if tier.counts.indexes_lost:
-        print("The index of the directory can't be read: the records stored before are lost.")
-    if evicted := tier.room_counts.evicted_records:
-        print(f"{counted(evicted, 'record')} evicted to make room, the least recently used.")
-    print(_SAME_SERVER)
-    if damaged or refused:
-        raise typer.Exit(EXIT_DAMAGED)
-
-
 # -- warm ----------------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +202,7 @@ def warm(
     missing = 0
     declared = list(read_warm_file("FILE", file))
     with (
-        live.server_client(url, headers) as client,
+        server_client(url, headers) as client,
         progress_bar("Caching prompts", len(declared)) as progress,
     ):
         for one in declared:
@@ -420,48 +226,6 @@ def warm(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-def _paths(paths: Sequence[Path], count: int, option: str) -> Sequence[Path]:
-    if len(paths) != count:
-        raise typer.BadParameter(
-            f"give DIR and FILE, or FILE alone with {option} URL.", param_hint="[DIR] FILE"
-        )
-    return paths
-
-
-def _refuse_beside(form: str, others: Mapping[str, object]) -> None:
-    """Raise StartupError for options of the other form."""
-    for option, value in others.items():
-        if value is not None:
-            raise StartupError(f"{option} does not go with {form}: leave it out.")
-
-
-def _refuse_to_overwrite(file: Path) -> None:
-    """Raise StartupError if the file exists and is not an archive of an earlier export."""
-    if os.path.exists(file) and isinstance(found := read_places(Files(), file), Unreadable):
-        raise StartupError(f"{file} exists and is not replaced: {found.reason}. Give another name.")
-
-
-def _refuse_to_evict(folder: Path, cap_bytes: int, total_bytes: int) -> None:
-    """Raise StartupError if the budget is too small: a mistyped one must not evict stored or imported records."""
-    usable_bytes = Budget.of(cap_bytes, SEGMENT_BYTES).usable_bytes
-    if total_bytes > usable_bytes:
-        raise StartupError(
-            f"The file holds {in_units(total_bytes)} of records, and a --disk-budget of {in_units(cap_bytes)} has "
-            f"room for {in_units(max(0, usable_bytes))}. Give a larger one, or export less with --limit-bytes."
-        )
-    if not os.path.exists(folder / LOCK_NAME):
-        return
-    try:
-        there_bytes = measure(Files(), folder, 0).total_bytes
-    except OSError as error:
-        raise StartupError(f"{folder} can't be used: {error}.") from error
-    if there_bytes > cap_bytes:
-        raise StartupError(
-            f"{folder} takes {in_units(there_bytes)}, more than a --disk-budget of {in_units(cap_bytes)}: records "
-            "would be evicted first. Give the server's --disk-budget."
-        )
-
-
 # -- all commands --------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +245,7 @@ def _stop_if_off(tier: DiskTier) -> None:
         raise StartupError(f"The directory could not be read to its end: {tier.state.reason}.")
 
 
-def _usage(tier: DiskTier) -> Usage:
+def _usage(tier: DiskTier) -> DiskUsage:
     try:
         return tier.usage()
     except (OSError, sqlite3.Error) as error:

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from rootstock._version import __version__
-from rootstock.bench.machine import this_machine
 from rootstock.cli import options
+from rootstock.cli.machine import this_machine
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.host_memory import free_host_bytes

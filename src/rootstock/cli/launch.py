@@ -36,7 +36,7 @@ class AgentName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class LaunchTarget:
     """The model of a running server, as an agent needs it."""
 
     url: str  # without /v1
@@ -53,14 +53,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentProgram:
     executable: str
     package: str  # of the npm registry
     first_prompt_tokens: int  # about: its system prompt and tools
-    settings: Callable[[Served], Settings]
+    settings: Callable[[LaunchTarget], Settings]
 
 
-def _claude(served: Served) -> Settings:
+def _claude(served: LaunchTarget) -> Settings:
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     tiers = ("OPUS", "SONNET", "HAIKU", "FABLE")
     environment = {
@@ -85,7 +85,7 @@ def _claude(served: Served) -> Settings:
     return Settings(("--settings", json.dumps(settings)), environment, removed)
 
 
-def _codex(served: Served) -> Settings:
+def _codex(served: LaunchTarget) -> Settings:
     provider: dict[str, str | int] = {
         "name": "Rootstock",
         "base_url": f"{served.url}/v1",
@@ -111,7 +111,7 @@ def _toml(value: str | int) -> str:
     return json.dumps(value, ensure_ascii=False)  # TOML's basic strings and integers have JSON's form
 
 
-def _opencode(served: Served) -> Settings:
+def _opencode(served: LaunchTarget) -> Settings:
     model: dict[str, Any] = {"name": served.model}
     if served.context_tokens is not None:
         model["limit"] = {"context": served.context_tokens, "output": served.context_tokens // 4}
@@ -130,7 +130,7 @@ def _opencode(served: Served) -> Settings:
     return Settings((), {"OPENCODE_CONFIG_CONTENT": json.dumps(config), KEY_VARIABLE: served.key})
 
 
-def _qwen_code(served: Served) -> Settings:
+def _qwen_code(served: LaunchTarget) -> Settings:
     environment = {
         "OPENAI_API_KEY": served.key,
         "OPENAI_BASE_URL": f"{served.url}/v1",
@@ -142,10 +142,10 @@ def _qwen_code(served: Served) -> Settings:
 
 
 AGENTS = {
-    AgentName.claude: Agent("claude", "@anthropic-ai/claude-code", 26_000, _claude),
-    AgentName.codex: Agent("codex", "@openai/codex", 8_500, _codex),
-    AgentName.opencode: Agent("opencode", "opencode-ai", 8_500, _opencode),
-    AgentName.qwen_code: Agent("qwen", "@qwen-code/qwen-code", 21_500, _qwen_code),
+    AgentName.claude: AgentProgram("claude", "@anthropic-ai/claude-code", 26_000, _claude),
+    AgentName.codex: AgentProgram("codex", "@openai/codex", 8_500, _codex),
+    AgentName.opencode: AgentProgram("opencode", "opencode-ai", 8_500, _opencode),
+    AgentName.qwen_code: AgentProgram("qwen", "@qwen-code/qwen-code", 21_500, _qwen_code),
 }
 
 
@@ -216,7 +216,7 @@ def _base_of(url: str) -> str:
     return base
 
 
-def _ask(base: str, key: str | None, model: str | None) -> Served:
+def _ask(base: str, key: str | None, model: str | None) -> LaunchTarget:
     """Asks the server for its model. Raises StartupError."""
     import httpx
 
@@ -252,7 +252,7 @@ def _ask(base: str, key: str | None, model: str | None) -> Served:
     if not name or not name.isprintable() or not set(name).isdisjoint("{}"):
         # In opencode's configuration, braces stand for variables and files of this machine.
         raise StartupError(f"The server at {base} has a model with a name that is not usable: {shown(name)}.")
-    return Served(base, name, key or NO_KEY, context if type(context) is int else None)
+    return LaunchTarget(base, name, key or NO_KEY, context if type(context) is int else None)
 
 
 def _as_shell(command: list[str], settings: Settings, key: str) -> str:

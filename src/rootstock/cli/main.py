@@ -45,7 +45,6 @@ from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
 from rootstock.runtime.select import leave_out_torch
-from rootstock.tiers.disk.signature import BundleKey
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -144,7 +143,6 @@ def serve(
     disk_budget: options.DiskBudget = "50GiB",
     disk_write: options.DiskWrite = _TIER.disk_write,
     host_budget: options.HostBudget = "0",
-    tier_compress: Annotated[str | None, typer.Option(hidden=True)] = None,
     verify_hits: options.VerifyHits = _TIER.verify_hits,
     max_batch: options.MaxBatch = _ENGINE.max_batch,
     chunk_tokens: options.ChunkTokens = _ENGINE.chunk_tokens,
@@ -168,9 +166,6 @@ def serve(
     public_prompts: options.PublicPrompts = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
-    bundle_key: options.BundleKeyFile = None,
-    unsigned_imports: options.UnsignedImports = _SERVER.unsigned_imports,
-    max_bundle: options.MaxBundle = "1GiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
     responses_file: options.ResponsesStore = None,
     responses_budget_bytes: options.ResponsesBudget = "128MiB",
@@ -192,12 +187,6 @@ def serve(
 ) -> None:
     """Serve a model, or several, over OpenAI's HTTP API."""
     log_warnings()
-    if tier_compress is not None:
-        raise InvalidOption(
-            "--tier-compress",
-            tier_compress,
-            "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
-        )
     if model is None and models_file is None:
         needed = "give a model's directory or its name on the Hub, or --models FILE."
         raise typer.BadParameter(needed, param_hint="MODEL")
@@ -252,9 +241,6 @@ def serve(
         public_prompts=public_prompts,
         explain=explain,
         max_body_bytes=parse_bytes(max_body, "--max-body"),
-        bundle_key=None if bundle_key is None else BundleKey.read("--bundle-key", bundle_key).secret,
-        unsigned_imports=unsigned_imports,
-        max_bundle_bytes=parse_bytes(max_bundle, "--max-bundle"),
         max_connections=max_connections,
         responses_file=responses_file,
         responses_budget_bytes=parse_bytes(responses_budget_bytes, "--responses-budget"),
@@ -423,13 +409,14 @@ def demo() -> None:
 
 @app.command(cls=options.Command)
 def bench(
-    ctx: typer.Context,
     workload: Annotated[
         str, typer.Option(help="Workloads, comma-separated: agents, chat, fewshot, burst.")
     ] = "agents,chat,fewshot,burst",
     url: Annotated[
         str | None,
-        typer.Option(help="Server with OpenAI's chat API to measure, instead of an engine in this process."),
+        typer.Option(
+            help="Server with OpenAI's chat API to measure, instead of one that the command starts."
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -452,20 +439,12 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the workloads.")] = 0,
     scale: Annotated[float, typer.Option(help="Factor on the lengths of prompts.")] = 1.0,
-    out: Annotated[Path, typer.Option(help="Folder for the rows (.jsonl) and the plot (.png).")] = Path(
-        "bench/results"
-    ),
-    mlx_report: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="Measure the MLX runtime on this Mac instead, in a new file for an issue. Sends nothing.",
-        ),
+        typer.Option(help="Folder for a file of rows (.jsonl).", show_default="no file"),
     ] = None,
-    small: Annotated[
-        bool, typer.Option("--small", help="Few and small cases of --mlx-report, also without a Mac.")
-    ] = False,
+    mlx_report: Annotated[str | None, typer.Option(hidden=True)] = None,
+    small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
     runtime: options.Runtime = _MODEL.runtime,
     device: options.Device = _MODEL.device,
     dtype: Annotated[str | None, options.DTYPE] = None,
@@ -476,19 +455,17 @@ def bench(
     max_batch: options.MaxBatch = _ENGINE.max_batch,
     chunk_tokens: options.ChunkTokens = _ENGINE.chunk_tokens,
 ) -> None:
-    """Measure the cache with workloads of agents, chats, few-shot prompts and bursts.
+    """Send a server the requests of agents, chats, few-shot prompts and bursts. Show cached shares, waits and speed.
 
-    Without --dtype, the small generated model runs in float32."""
+    Without --url, it starts a server with the options of Model, Cache and Scheduling. Without --dtype, the small
+    generated model runs in float32."""
     log_warnings()
-    if mlx_report is not None:
-        from rootstock.bench.mlx_report import FULL, SMALL, ReportConfig, run_mlx_report
+    for option, moved in (("--mlx-report", mlx_report), ("--small", small or None)):
+        if moved is not None:
+            instead = "left out: the report of a Mac is `make mac-report` in a checkout of the repository"
+            raise InvalidOption(option, moved, instead)
 
-        options.refuse_others(ctx, "--mlx-report", "mlx_report", "model", "small")
-        raise typer.Exit(run_mlx_report(ReportConfig(mlx_report, model, SMALL if small else FULL)))
-    if small:
-        raise InvalidOption("--small", small, "left out without --mlx-report")
-
-    from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
+    from rootstock.bench.benchmark import BenchConfig, LoadedModel, OwnServer, run_bench
 
     config = BenchConfig(
         parse_names(workload, "--workload"),
@@ -500,18 +477,25 @@ def bench(
     if url is not None and model is not None:
         raise InvalidOption("--model", model, "left out with --url")
     if url is not None:
-        raise typer.Exit(run_bench(config, ServedModel(url, api_key, served_model_name)))
-    own = OwnEngine(
-        model,
-        device,
-        dtype,
-        threads,
-        CacheConfig(block_size, _budget_bytes(kv_budget)),
-        EngineConfig(max_batch, chunk_tokens),
-        quantize,
-        runtime,
-    )
-    raise typer.Exit(run_bench(config, own))
+        raise typer.Exit(run_bench(config, LoadedModel(url, api_key, served_model_name)))
+    dtype = dtype or ("float32" if model is None else "auto")
+    # The server would refuse wrong values, too, but only after it has started.
+    ModelConfig(model or "", device, dtype, threads=threads, quantize=quantize, runtime=runtime)
+    CacheConfig(block_size, _budget_bytes(kv_budget))
+    EngineConfig(max_batch, chunk_tokens)
+    given = {
+        "--device": device,
+        "--dtype": dtype,
+        "--quantize": quantize,
+        "--runtime": runtime,
+        "--threads": threads,
+        "--kv-budget": kv_budget,
+        "--block-size": block_size,
+        "--max-batch": max_batch,
+        "--chunk-tokens": chunk_tokens,
+    }
+    of_server = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    raise typer.Exit(run_bench(config, OwnServer(model, tuple(of_server))))
 
 
 app.command(cls=options.Command)(launch)

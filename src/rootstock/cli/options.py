@@ -46,7 +46,7 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """Returns our name of an option, given by it, by vLLM's or by an earlier one. All are without leading dashes."""
+    """Maps a current, old or vLLM name of an option to ours. All names are without leading dashes."""
     return VLLM_NAMES.get(name) or EARLIER_NAMES.get(name, name)
 
 
@@ -74,18 +74,6 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
     if not isinstance(names, str):  # the option has had another name
         names = next(name for name in names if os.environ.get(name))
     return f"environment variable {names}"
-
-
-def refuse_others(ctx: typer.Context, beside: str, *allowed: str) -> None:
-    """Raises InvalidOption for a given option that `beside` ignores: all but the parameters `allowed`."""
-    for parameter in ctx.command.params:
-        if parameter.name is None or parameter.name in allowed:
-            continue
-        source = ctx.get_parameter_source(parameter.name)
-        if source is not None and source.name == "COMMANDLINE":
-            is_secret = getattr(parameter, "metavar", None) == "KEY"
-            value = "…" if is_secret else str(ctx.params[parameter.name])
-            raise InvalidOption(parameter.opts[0], value, f"left out with {beside}")
 
 
 def option(panel: str, name: str, help: str, **more: Any) -> Any:
@@ -361,7 +349,7 @@ IdleWork = Annotated[
         RETENTION,
         "--idle-work/--no-idle-work",
         "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and "
-        "those of --warm and /v1/cache/warm.",
+        "the prompts of --warm and /v1/cache/warm.",
     ),
 ]
 Warm = Annotated[
@@ -378,8 +366,8 @@ AnswerMemory = Annotated[
     option(
         CACHE,
         "--answer-memory",
-        "Memory for the token ids of answers, such as 64MiB, and as much for those of recent prompts. Prompts that "
-        "repeat an answer get the ids that were sampled, which are cached.",
+        "Memory for the token ids of answers, such as 64MiB, and as much for the token ids of recent prompts. "
+        "Prompts that repeat an answer get the ids that were sampled, which are cached.",
     ),
 ]
 VerifyHits = Annotated[
@@ -498,32 +486,6 @@ MaxBody = Annotated[
     str,
     option(
         SERVER, "--max-body", "Maximum size of a request body, such as 16MiB. Larger ones get status 413."
-    ),
-]
-BundleKeyFile = Annotated[
-    Path | None,
-    option(
-        SERVER,
-        "--bundle-key",
-        "File with the secret key that signs exported prefixes. Imports need a signature of the same key.",
-        metavar="FILE",
-    ),
-]
-UnsignedImports = Annotated[
-    bool,
-    option(
-        SERVER,
-        "--unsigned-imports",
-        "Take imports of prefixes without a signature, from operators. Nothing else can show that K and V belong to "
-        "their tokens.",
-    ),
-]
-MaxBundle = Annotated[
-    str,
-    option(
-        SERVER,
-        "--max-bundle",
-        "Maximum size of an exported or imported prefix, such as 1GiB. Imports are kept in a temporary file.",
     ),
 ]
 MaxConnections = Annotated[

@@ -12,8 +12,8 @@ import typer
 
 from rootstock.cli import options
 from rootstock.cli.config_file import read_bounded
-from rootstock.cli.live_cache import server_client
 from rootstock.cli.output import Column, print_table
+from rootstock.cli.server_client import server_client
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.units import MIB, in_units
 

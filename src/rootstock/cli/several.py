@@ -40,7 +40,7 @@ def shared_budget(
 ) -> SharedBudget:
     """Return the budget of all models: the one of the options, or a share of the memory beside their weights.
 
-    The weights are those of the models that are loaded at the start, and of the largest other one. Embedding models
+    The weights of the models that are loaded at the start, and of the largest other model, count. Embedding models
     have no part in the budget, but their weights count."""
     if cache.budget_bytes is not None:
         return SharedBudget(cache.budget_bytes)
@@ -129,7 +129,7 @@ def _tier_of(one: ServedModelConfig, tier: TierConfig, models: int) -> TierConfi
 def models_of(
     first: ServedModelConfig, more: Sequence[str], of_file: Sequence[ServedModelConfig]
 ) -> tuple[ServedModelConfig, ...]:
-    """Return the models of the command line, then those of the file. Raises InvalidOption."""
+    """Return the models of the command line, then the models of the file. Raises InvalidOption."""
     own = [first] if first.model.model else []
     named = [
         replace(

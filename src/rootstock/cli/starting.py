@@ -51,11 +51,11 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
     """Read the files of the options and bind the address, before models are loaded for minutes.
 
     Raises StartupError."""
-    from rootstock.engine.prompts.public_prompts import read_public_prompts
     from rootstock.runtime.host_memory import share_heaps
     from rootstock.server.access import Keys
     from rootstock.server.drain import Drain
     from rootstock.server.listen import listen
+    from rootstock.text.prompts.public_prompts import read_public_prompts
 
     share_heaps()
     sys.setswitchinterval(_SWITCH_S)

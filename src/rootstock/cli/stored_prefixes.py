@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rootstock.cli.output import Column, age, counted, iso_time
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import StartupError
+from rootstock.text.tokenizer import ModelTokenizer
 from rootstock.tiers.base import Entry
 from rootstock.tiers.disk.prefixes import NamespaceContent, Prefix, Prefixes, PrefixNode
 from rootstock.units import in_units
@@ -66,7 +66,7 @@ def summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, no
 
 
 def _namespace_in_words(content: NamespaceContent) -> str:
-    # The dtype of the model and that of K and V, which `Namespace` joins by a colon.
+    # The dtype of the model and the dtype of K and V, which `Namespace` joins by a colon.
     dtypes = sorted(" and ".join(dict.fromkeys(dtype.split(":"))) for dtype in content.dtypes)
     kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
     return (

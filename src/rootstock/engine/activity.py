@@ -1,7 +1,7 @@
 """The activity of an engine for people who watch it: requests with their phases, hit rates, and recent misses.
 
-`Activity` records a few numbers for each request, whether anybody watches or not: a page that is opened now shows the
-last quarter of an hour. The engine's thread writes; other threads read under the lock.
+`Activity` always records a few numbers for each request, so that a page that is opened now shows the last quarter of
+an hour. The engine's thread writes; other threads read under the lock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from enum import StrEnum
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.request import Aborted, Failed, Finished, RequestId, Terminal
+from rootstock.engine.parts import Part
+from rootstock.engine.request import Aborted, Failed, Finished, PromptTokens, RequestId, Terminal
 from rootstock.engine.sequence import Loading, Phase, Preempted, Sequence
-from rootstock.engine.stats import PromptTokens
 
 SPAN_S = 10.0  # of one entry of the history of hits
 HISTORY_S = 15 * 60.0
@@ -60,7 +60,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Miss:
+class PromptMiss:
     """A prompt of which a part was not found, with the tokens around the place."""
 
     id: RequestId
@@ -92,7 +92,7 @@ class _Span:
     by_salt: dict[str, Hits] = field(default_factory=dict)
 
 
-class Activity:
+class Activity(Part):
     """Record of the hits, misses and ends of an engine's latest requests. Bounded in number and in time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -100,7 +100,7 @@ class Activity:
         self._lock = threading.Lock()
         self._spans: deque[_Span] = deque()
         self._ended: deque[LiveRequest] = deque(maxlen=MAX_ENDED)
-        self._misses: deque[Miss] = deque(maxlen=MAX_MISSES)
+        self._misses: deque[PromptMiss] = deque(maxlen=MAX_MISSES)
 
     # ------------------------------------------------------------------------- for the engine's thread
 
@@ -132,13 +132,13 @@ class Activity:
         return self._spans[-1]
 
     @staticmethod
-    def _miss(sequence: Sequence, now: float) -> Miss | None:
+    def _miss(sequence: Sequence, now: float) -> PromptMiss | None:
         diagnosis, explanation = sequence.explained, sequence.explanation
         if diagnosis is None or explanation is None or diagnosis.cause == "none":
             return None
         tokens = sequence.request.tokens
         at = diagnosis.position or 0
-        return Miss(
+        return PromptMiss(
             sequence.request.id,
             sequence.request.salt,
             now,
@@ -179,7 +179,7 @@ class Activity:
         with self._lock:
             return list(self._ended)
 
-    def latest_misses(self) -> list[Miss]:
+    def latest_misses(self) -> list[PromptMiss]:
         with self._lock:
             return list(self._misses)
 

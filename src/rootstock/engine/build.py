@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.pools import refuse_small_budget
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
@@ -16,7 +16,6 @@ from rootstock.engine.memory_watch import MemoryWatch, memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
-from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import ModelUnsupported
 from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
@@ -24,6 +23,7 @@ from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import check_configs, locate, weight_files
 from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
+from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def _budget_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int
 
 
 def _pool_bytes(cache: CacheConfig | None, shared: SharedBudget | None) -> int:
-    """Returns the bytes of memory that the caches may still take; 0: they take what is left."""
+    """Returns the bytes of memory that the caches may still take; 0: they take all memory that is left."""
     if cache is not None and cache.budget_bytes is not None:
         return cache.budget_bytes
     return 0 if shared is None else max(0, shared.budget_bytes - shared.backed_bytes)

@@ -235,7 +235,7 @@ def _subsets(count: int) -> Iterator[list[int]]:
 
 
 def attended_positions(first: int, end: int) -> int:
-    """Sums the positions first … end-1: those that the tokens at them attend to."""
+    """Counts the positions that the tokens at first … end-1 attend to, as the sum of these positions."""
     return (first + end - 1) * (end - first) // 2
 
 

@@ -20,7 +20,7 @@ BLOCKED_RETRY_S = (
 )
 
 
-class Turns(Protocol):
+class SteppedEngine(Protocol):
     """An engine as the thread sees it. Only the thread calls these methods."""
 
     @property
@@ -57,7 +57,7 @@ class DeviceThread:
     def __init__(self) -> None:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._engines: list[Turns] = []
+        self._engines: list[SteppedEngine] = []
         self._ends = False
         self.thread = threading.Thread(target=self._run, name="rootstock-engine", daemon=True)
 
@@ -83,11 +83,11 @@ class DeviceThread:
         self._commands.put(command)
         self.wake()
 
-    def add(self, engine: Turns) -> None:
+    def add(self, engine: SteppedEngine) -> None:
         """Gives an engine turns from now on. From any thread."""
         self.run_soon(lambda: self._engines.append(engine))
 
-    def remove(self, engine: Turns) -> None:
+    def remove(self, engine: SteppedEngine) -> None:
         """Ends the turns of an engine, and waits for the end of its step. Idempotent, from any thread."""
         if self.thread is threading.current_thread() or not self.thread.is_alive():
             self._remove(engine)
@@ -104,21 +104,21 @@ class DeviceThread:
                 self._remove(engine)
                 return
 
-    def others_decode(self, engine: Turns) -> bool:
+    def others_decode(self, engine: SteppedEngine) -> bool:
         """Returns whether another engine decodes, so that a long step would delay its tokens."""
         return any(other.decodes for other in self._engines if other is not engine)
 
-    def has_others(self, engine: Turns) -> bool:
+    def has_others(self, engine: SteppedEngine) -> bool:
         """Returns whether the device has another engine."""
         return any(other is not engine for other in self._engines)
 
-    def give_way(self, engine: Turns) -> None:
+    def give_way(self, engine: SteppedEngine) -> None:
         """Gives each other engine that decodes a turn in the middle of a step of this one, on the thread."""
         for other in list(self._engines):
             if other is not engine and other.decodes and other.has_turn:
                 self._guarded(other, other.step)
 
-    def _remove(self, engine: Turns) -> None:
+    def _remove(self, engine: SteppedEngine) -> None:
         if engine in self._engines:
             self._engines.remove(engine)
             engine.detach()
@@ -159,7 +159,7 @@ class DeviceThread:
             return False
         return any(self._guarded(engine, engine.work_idly) for engine in list(self._engines))
 
-    def _guarded(self, engine: Turns, function: Callable[[], bool]) -> bool:
+    def _guarded(self, engine: SteppedEngine, function: Callable[[], bool]) -> bool:
         """Ends an engine that raises, so that the others go on."""
         try:
             return function()

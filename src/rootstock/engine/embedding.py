@@ -36,7 +36,7 @@ _IDLE_CHUNKS = 4  # that a forward may take while no other model decodes
 _LONE_TOKENS = 8_192  # of a forward while the device has no other model
 _MOST_ROWS = 64  # of a forward
 _MOST_BYTES = 512 * MIB  # of the embeddings of all requests, from submission until nothing holds them
-_SHORT_TOKENS = 64  # inputs of at most so many tokens share a forward, whatever their lengths
+_SHORT_TOKENS = 64  # inputs of at most so many tokens share a forward, even if their lengths differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class EmbeddingEngine:
         self._lock = threading.Lock()  # of the next four
         self._waiting: OrderedDict[EmbeddingJob, None] = OrderedDict()  # that have not ended, in order
         self._open = 0  # jobs that have not ended
-        self._held_bytes = 0  # of the embeddings of all requests, with those of _freed_bytes
+        self._held_bytes = 0  # of the embeddings of all requests, with `_freed_bytes`
         self._closed = False
         # Sizes of embeddings that nothing holds any more. The interpreter may free an array in any thread, even in
         # one that holds the lock.

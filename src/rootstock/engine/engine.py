@@ -1,4 +1,4 @@
-"""The engine: the public face, callable from any thread, and the one thread that owns the cache and the runtime.
+"""The engine: methods that any thread may call, and the one thread that owns the cache and the runtime.
 
 The thread runs the commands that other threads queued, then a step (`step.py`). Without work it sleeps.
 Each accepted request gets exactly one terminal event (`request_table.py`).
@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
@@ -19,10 +20,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.shared_budget import BudgetShare
@@ -31,21 +32,14 @@ from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
-from rootstock.engine.activity import Activity, LiveRequest, live_request
+from rootstock.engine.activity import LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
-from rootstock.engine.clearing import Clearing, ModelNamespaces
-from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.constraints.masks import MaskWorker
-from rootstock.engine.constraints.progress import AnswerProgress
-from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.clearing import CacheClearer, Clearing, ModelNamespaces
 from rootstock.engine.device_thread import DeviceThread
-from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
-from rootstock.engine.idle.returns import AwaitedReturns
-from rootstock.engine.idle.work import IdleTask, IdleWork
+from rootstock.engine.idle.prefills import IdlePrefill
 from rootstock.engine.limits import RequestLimits
-from rootstock.engine.memory_watch import IDLE_RETRY_S, MemoryGuard, MemoryWatch
-from rootstock.engine.pacing import Pacing
-from rootstock.engine.prompts.salt import is_chosen_by_client
+from rootstock.engine.memory_watch import MemoryWatch
+from rootstock.engine.part_list import EngineParts
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -58,51 +52,36 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
-from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Sequence
-from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
+from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.stats import Cleared, EngineStats, Health, why_not_alive
-from rootstock.engine.step import PlanExecutor, StepRunner
-from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
-from rootstock.engine.tiers.hit_verifier import HitVerifier
-from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.engine.transfer import BundleImport, Imported, PrefixExport, Transfer
+from rootstock.engine.step import StepRunner
+from rootstock.engine.tiers.connector import TierConnector
 from rootstock.errors import (
     AdapterNotLoaded,
-    BundleRefused,
     CacheMisuse,
-    ClearFailed,
-    ClearUnderWay,
     EngineStopped,
     IdleWorkOff,
 )
 from rootstock.runtime.adapter_files import read_adapter
-from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.base import Runtime
+from rootstock.text.constraints.compiler import ConstraintCompiler
+from rootstock.text.constraints.progress import AnswerProgress
+from rootstock.text.detokenizer import Detokenizer
+from rootstock.text.prompts.salt import is_chosen_by_client
+from rootstock.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# Float32 logits of one step's scored prompts: 262 rows of 32,000 tokens. Computing them takes as long as the rest of
-# a small model's forward.
-SCORED_LOGITS_BYTES = 32 * 1024**2
-
-
-def _idle_chunks(described: ModelDescription) -> int:
-    """Returns how many chunks a step may take while nothing decodes.
-
-    A model that runs one sequence per forward uses its own attention, with the scores of the whole chunk in memory at
-    once: a larger chunk takes more memory and saves no time.
-    """
-    return 1 if described.execution_mode == "one sequence per forward" else 4
 
 
 class Engine:
     """The engine of one model. `with` starts and stops its thread; any thread may call its methods.
 
     The engine owns the cache. Without a tokenizer, token events have no text, and stop strings are refused. A test
-    may drive an engine that was not started by calling `step`. `scheduler`, `tier_connector`, `proposer`,
-    `hit_verifier`, `idle_work` and `steps` belong to the engine's thread: other threads use them by `call`.
+    may drive an engine that was not started by calling `step`. `parts` and `steps` belong to the engine's thread:
+    other threads use them by `call`.
     """
 
     def __init__(
@@ -122,100 +101,38 @@ class Engine:
         self._config = config = config or EngineConfig()
         self._tokenizer = tokenizer
         self._clock = clock
-        self._limits = _limits(runtime.description, cache, config, tokenizer)
+        self._limits = RequestLimits.of(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
-        self.activity = Activity(clock)
-        self._requests = RequestTable(config.max_batch, config.max_queue, self.activity.ended)
+        self.parts = EngineParts.of(
+            self, runtime, cache, config, clock, tier_connector, verify_hits, proposer, memory_watch
+        )
+        self.scheduler = self.parts.scheduler
+        self._hooks = self.parts.hooks
+        self._requests = RequestTable(config.max_batch, config.max_queue, self._hooks.ended)
+        self.steps = StepRunner(runtime, cache, self._requests, self.parts, clock)
         self.adapters = AdapterTable()
-        self._loading = threading.Lock()  # of adapters: one at a time
-        self._has_nameless_adapters = False  # whose last requests run
+        self._loading = threading.Lock()  # held while an adapter is loaded: one at a time
+        self._has_nameless_adapters = False  # True: requests of unloaded adapters still run
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
-        self._lock = threading.Lock()  # of _seeds and _after_events
-        self._clearing = threading.Lock()  # held while one tenant's records in the tiers are cleared
-        self._after_events: tuple[Callable[[], None], ...] = ()
+        self._lock = threading.Lock()  # of _seeds
+        self._clearer = CacheClearer(self.call, cache, self.parts, tier_connector)
         self._thread: threading.Thread | None = None
-        self._device: DeviceThread | None = None  # whose thread it is; None: the engine's own
+        self._device: DeviceThread | None = None  # that owns the thread; None: the engine has its own
         self._wake: Callable[[], None] = lambda: None
         self._finishing = threading.Lock()  # of _finished
         self._finished = False
         self._step_began: float | None = None
 
-        # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
+        # Compiles the constraints of answers. None: without a tokenizer, tokens have no text.
         self.constraints: ConstraintCompiler | None = None
         if tokenizer is not None:
             eos = self._limits.eos_token_ids
             self.constraints = ConstraintCompiler(tokenizer, self._limits.vocab_size, eos)
-        self._masks = MaskWorker()
-
-        # Reason why drafts are off. None: they are on.
-        self.why_no_drafts = why_not(runtime.description, config.draft_tokens)
-        self.proposer: Proposer | None = None
-        if self.why_no_drafts is None:
-            self.proposer = proposer or NgramProposer(cache, config.draft_tokens)
-        pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s)
         self.tier_connector = tier_connector
-        self.public_heads = PublicHeads()  # replaced before the first request, if there are any
-        self.scheduler = Scheduler(
-            cache,
-            config.max_batch,
-            config.chunk_tokens,
-            (lambda match: (None, None)) if tier_connector is None else (lambda m: tier_connector.choose(m)),
-            pacing,
-            self.proposer,
-            config.idle_chunk_tokens or config.chunk_tokens * _idle_chunks(runtime.description),
-            max(1, SCORED_LOGITS_BYTES // (4 * runtime.description.vocab_size)),
-        )
-        executor = PlanExecutor(runtime, tier_connector)
-        self._apply = executor.apply
-        # None: the process's memory has no limit.
-        self._memory_guard: MemoryGuard | None = None
-        if memory_watch is not None:
-            self._memory_guard = MemoryGuard(memory_watch, runtime, cache, self.scheduler, executor.apply)
-        self.hit_verifier: HitVerifier | None = None
-        if verify_hits:
-            self.hit_verifier = HitVerifier(
-                runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
-            )
-        # Caches prompts before requests send them. None: idle work is off, or nothing can be cached.
-        self.idle_prefills: IdlePrefills | None = None
-        if config.idle_work and cache.reuse:
-            self.idle_prefills = IdlePrefills(
-                runtime,
-                cache,
-                config.chunk_tokens,
-                executor.apply,
-                tier_connector,
-                clock,
-                self._run_soon,
-                self.scope,
-            )
-        self.returns: AwaitedReturns | None = None
-        if self.idle_prefills is not None and tier_connector is not None:
-            self.returns = AwaitedReturns(cache, self.idle_prefills, clock, self.scope)
-            self.idle_prefills.expect = self.returns.expect
-        tasks: tuple[IdleTask | None, ...] = (self.returns, self.idle_prefills, self.hit_verifier)
-        self.idle_work = IdleWork([task for task in tasks if task is not None])
+        self.public_heads: PublicHeads | None = None  # set before the first request, if there are any
         self._idle = threading.Event()  # set while no request is in the engine
         self._idle.set()
-        self.steps = StepRunner(
-            runtime,
-            cache,
-            self.scheduler,
-            self._requests,
-            executor,
-            self.hit_verifier,
-            self.idle_work,
-            self.returns,
-            tier_connector,
-            self.proposer,
-            self._masks,
-            pacing,
-            clock,
-            self._run_soon,
-            self._notify,
-            self.activity.prompt_computed,
-        )
 
     # --------------------------------------------------------------------------------------- lifetime
 
@@ -227,7 +144,7 @@ class Engine:
         self.stop()
 
     def start(self, device: DeviceThread | None = None) -> None:
-        """Starts the engine on a thread of its own, or on that of a device which serves several models."""
+        """Starts the engine on a thread of its own, or on the thread of a device that serves several models."""
         assert self._thread is None, "an engine is started once"
         if device is not None:
             self._device, self._thread, self._wake = device, device.thread, device.wake
@@ -270,16 +187,18 @@ class Engine:
 
     @property
     def budget_share(self) -> BudgetShare | None:
-        """The cache's part in a budget of several models. None: its budget is its own."""
+        """The cache's part in a budget of several models. None: the cache has a budget of its own."""
         return self._cache.share
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether prefix caching is enabled."""
+        """True if prefix caching is enabled."""
         return self._cache.reuse
 
     def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
         """Returns the cache namespace of requests with this salt, and of a LoRA adapter by its fingerprint."""
+        if not salt and not adapter:
+            return self._namespace
         return replace(self._namespace, salt=salt, adapter=adapter)
 
     @property
@@ -294,7 +213,7 @@ class Engine:
         """
         with self._loading:
             self.adapters.refuse_taken(name)
-            source = read_adapter(name, path)  # on the caller's thread: it may be as long as the disk needs
+            source = read_adapter(name, path)  # on the caller's thread, because the disk may be slow
 
             def load() -> NamedAdapter:
                 adapter = NamedAdapter(name, source.directory, self._runtime.load_adapter(source))
@@ -316,18 +235,18 @@ class Engine:
         nameless = self.adapters.nameless
         in_use = {sequence.request.adapter for sequence in self._requests.live}
         for fingerprint in nameless - in_use:
-            if self.hit_verifier is not None:
-                self.hit_verifier.drop(fingerprint)
-            if self.idle_prefills is not None:
-                self.idle_prefills.drop_adapter(fingerprint)
+            for act in self._hooks.drop_adapter:
+                act(fingerprint)
             self.adapters.drop(fingerprint)
             self._runtime.unload_adapter(fingerprint)
         self._has_nameless_adapters = bool(nameless & in_use)
 
     def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
-        """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
-        public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
-        return Scope(self.namespace(salt, adapter), public_tokens)
+        """Returns the namespaces of a prompt. With a salt that a client chose, the whole prompt is private."""
+        namespace = self.namespace(salt, adapter)
+        if self.public_heads is None or is_chosen_by_client(salt):
+            return Scope(namespace)
+        return Scope(namespace, self.public_heads.longest(tokens))
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
@@ -339,7 +258,7 @@ class Engine:
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequence(request, sink)
-        self._requests.add(sequence, lambda: self._run_soon(lambda: self._begin(sequence)))
+        self._requests.add(sequence, lambda: self.run_soon(lambda: self._begin(sequence)))
 
     def _refuse_unloaded(self, request: Request) -> None:
         if request.adapter and not self.adapters.is_loaded(request.adapter):
@@ -361,16 +280,16 @@ class Engine:
         Raises EmptyPrompt, PromptTooLong, InvalidParameter, AdapterNotLoaded, IdleWorkOff, IdleWorkFull or
         EngineStopped.
         """
-        if self.idle_prefills is None:
+        if self.parts.idle_prefills is None:
             raise IdleWorkOff()
         stop = StopParams(max_tokens=0)
         request = Request(RequestId(""), prefill.tokens, stop=stop, adapter=prefill.adapter)
         self._limits.refuse_impossible(request)
         self._refuse_unloaded(request)
-        self.idle_prefills.submit(prefill)
+        self.parts.idle_prefills.submit(prefill)
 
     def cached_tokens(self, tokens: Tokens, salt: str = "", adapter: str = "") -> int:
-        """Returns how many of the tokens a prompt that begins with all of them would find in memory now."""
+        """Returns how many of the tokens are in memory now, for a prompt that begins with all of them."""
         scope = self.scope(tokens, salt, adapter)
         longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
         return self.call(
@@ -420,17 +339,15 @@ class Engine:
 
         A sink that collects events uses it to pass them on all at once.
         """
-        with self._lock:
-            self._after_events += (function,)
+        self._requests.call_after_events(function)
 
     def no_call_after_events(self, function: Callable[[], None]) -> None:
-        with self._lock:
-            self._after_events = tuple(other for other in self._after_events if other != function)
+        self._requests.no_call_after_events(function)
 
     def abort(self, request: RequestId) -> None:
         """Ends a request with `Aborted`, unless it has ended. Idempotent. Does not wait."""
         if request in self._requests:
-            self._run_soon(lambda: self.steps.abort(request))
+            self.run_soon(lambda: self.steps.abort(request))
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Submits a request and yields its events. Closing the iterator aborts the request."""
@@ -453,38 +370,36 @@ class Engine:
 
         def explain() -> Explanation:
             match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
-            explanation = self._cache.explain_hit(match)
-            if self.tier_connector is None:
-                return explanation
-            _, choice = self.tier_connector.choose(match)
-            return explanation if choice is None else replace(explanation, below=choice)
+            _, choice = self.scheduler.tiers.choose(match)
+            return replace(self._cache.explain_hit(match), below=choice)
 
         return self.call(explain)
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
-        """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
+        """Returns the volatile spans of one salt's prompts, or of all prompts, the costliest first."""
         namespaces: list[Namespace | None] = [None] if salt is None else [*self.namespaces.of_salt(salt)]
         found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
         return sorted(found, key=lambda span: -span.recomputed_tokens)
 
     def stats(self) -> EngineStats:
-        space = UNMEASURED if self.tier_connector is None else self.tier_connector.measure()
-        return self.call(
-            lambda: EngineStats(
+        for measure in self._hooks.measure:
+            measure()
+
+        def stats() -> EngineStats:
+            of_parts = ChainMap(*(told() for told in self._hooks.stats))
+            return EngineStats(
                 self._cache.stats(),
                 self.scheduler.running,
                 self.scheduler.waiting,
                 deepcopy(self.steps.counters),
-                None if self.tier_connector is None else self.tier_connector.stats(space),
-                {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
-                self.scheduler.paced_tokens,
-                None if self.idle_prefills is None else self.idle_prefills.stats(),
-                self.scheduler.phases(),
-                self.adapters.stats(*self.scheduler.adapters()),
-                None if self._memory_guard is None else self._memory_guard.stats(),
-                self._runtime.pool_copies,
+                paced_tokens=self.scheduler.paced_tokens,
+                phases=self.scheduler.phases(),
+                adapters=self.adapters.stats(*self.scheduler.adapters()),
+                pool_copies=self._runtime.pool_copies,
+                **of_parts,
             )
-        )
+
+        return self.call(stats)
 
     def pin(self, tokens: Tokens, salt: str = "", tenant: str = "", adapter: str = "") -> Pinned | PinRefused:
         """Keeps the cached part of a prefix until it is released."""
@@ -492,34 +407,6 @@ class Engine:
         return self.call(
             lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
         )
-
-    def export_prefix(self, tokens: Tokens, salt: str, adapter: str, most_bytes: int) -> PrefixExport:
-        """Makes an export of the cached part of a prefix, of about `most_bytes` at most."""
-        return PrefixExport(self._transfer(self.scope(tokens, salt, adapter)), tokens, most_bytes)
-
-    def import_bundle(self, fd: int, file_bytes: int, salt: str, adapter: str) -> Imported:
-        """Verifies a bundle and puts its prefix into the cache. Not for the engine's thread.
-
-        Raises BundleRefused, EngineStopped and OSError.
-        """
-        if not self._cache.reuse:
-            raise BundleRefused("this server runs without a prefix cache (--no-cache)")
-
-        def scope_of(tokens: Tokens) -> Scope:
-            return self.scope(tokens, salt, adapter)
-
-        return BundleImport(
-            self._transfer,
-            fd,
-            file_bytes,
-            self.namespace(salt, adapter),
-            scope_of,
-            self._limits.context_limit,
-            self._limits.vocab_size,
-        ).run()
-
-    def _transfer(self, scope: Scope) -> Transfer:
-        return Transfer(self.call, self._runtime, self._cache, self._apply, self.tier_connector, scope)
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
         """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""
@@ -543,11 +430,14 @@ class Engine:
         return self._clock()
 
     def walk_tree(self, numbers: Iterator[int], previous: TreeWalk | None = None) -> TreeWalk:
-        """Begins a walk over the cache's tree, which `continue_walk` goes on with."""
+        """Begins a walk over the cache's tree. `continue_walk` continues it."""
         return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, numbers, previous))
 
     def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
-        """Walks on between two steps, for some processor time of the thread. Returns whether nodes are left."""
+        """Continues a walk between two steps, for `for_s` of the thread's processor time.
+
+        Returns whether nodes are left.
+        """
         return self.call(lambda: walk.advance(for_s, time.thread_time))
 
     def node_detail(self, walk: TreeWalk, number: int) -> NodeDetail | None:
@@ -561,7 +451,7 @@ class Engine:
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 
-        With a salt, drops those of one tenant only. Raises the errors of `clear`.
+        With a salt, drops the prefixes of one tenant only. Raises the errors of `clear`.
         """
         return self.clear(Clearing(salt))
 
@@ -570,60 +460,16 @@ class Engine:
         if self._thread is None:
             self._cache.limit_retained(limits)
         else:
-            self._run_soon(lambda: self._cache.limit_retained(limits))
+            self.run_soon(lambda: self._cache.limit_retained(limits))
 
     def clear(self, clearing: Clearing) -> Cleared:
         """Drops cached prefixes that no running request uses.
 
-        In memory, the tails of all tenants behind a public head go with it.
+        If a public head is dropped in memory, the private tails of all tenants below it are dropped as well.
 
         Raises ClearUnderWay, EngineStopped, and ClearFailed if records may remain on the disk.
         """
-        namespaces = clearing.namespaces(self.namespaces)
-        connector = self.tier_connector if clearing.disk else None
-        kept: list[bool] = []
-
-        def clear() -> Cleared:
-            before = self._cache.pools.owned_bytes
-            blocks, later = 0, False
-            for namespace in namespaces or (None,):
-                if clearing.memory:
-                    blocks += self._clear_memory(namespace)
-                if connector is not None and namespace is not None:
-                    connector.forget(namespace)
-                elif connector is not None:
-                    later = not connector.clear()
-                    kept.append(connector.clear_failed)
-            return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
-
-        if connector is None or not namespaces:
-            cleared = self.call(clear)
-        else:
-            if not self._clearing.acquire(blocking=False):
-                raise ClearUnderWay()
-            try:
-                cleared = self.call(clear)
-                # On the caller's thread: the disk must not delay other tenants' requests.
-                kept += [not connector.clear_below(namespace) for namespace in namespaces]
-                # Stores that ended in between have added records to the index.
-                self.call(clear)
-            finally:
-                self._clearing.release()
-        if any(kept):
-            raise ClearFailed("the disk failed, or could not be opened at the start")
-        return cleared
-
-    def _clear_memory(self, namespace: Namespace | None) -> int:
-        """Clears a namespace, or all. Returns the number of blocks that became free. For the engine's thread."""
-        self.idle_work.pause()  # its leases protect cached rows
-        if self.idle_prefills is not None:
-            self.idle_prefills.clear(namespace)
-        if self.returns is not None:
-            self.returns.clear(namespace)
-        blocks = self._cache.clear(namespace)
-        if self.proposer is not None:
-            self.proposer.forget(namespace)
-        return blocks
+        return self._clearer.clear(clearing, clearing.namespaces(self.namespaces))
 
     def health(self) -> Health:
         """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
@@ -650,10 +496,10 @@ class Engine:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if isinstance(error, AssertionError | CacheMisuse):  # our own structures may be half changed
+                if isinstance(error, AssertionError | CacheMisuse):  # internal state may be half changed
                     raise
 
-        self._run_soon(run)
+        self.run_soon(run)
         while True:
             try:
                 return future.result(timeout=1.0)
@@ -673,11 +519,11 @@ class Engine:
                     self.step(self.next_command())
             is_sound = True
         finally:
-            # Also after an exception that no handler can recover from: every request gets its terminal event.
+            # Every request gets its terminal event, also after an exception that no handler can recover from.
             self._finish(is_sound)
 
     def _finish(self, is_sound: bool) -> None:
-        """Ends every request, and the tiers. Idempotent. Not while the engine's thread runs a step."""
+        """Ends every request, and closes the parts. Idempotent. Call it only while no step runs."""
         with self._finishing:
             if self._finished:
                 return
@@ -686,21 +532,25 @@ class Engine:
             try:
                 self.steps.fail_all(EngineStopped())
                 self._drain_commands()
-                self._close_idle_work()
+                self._idle.set()  # threads that wait for it find the engine stopped
+                self.parts.idle_work.pause()
             finally:
-                self._masks.close()
+                self.steps.close()
                 if self.constraints is not None:
                     self.constraints.close()
-                self._close_tiers(flush=is_sound)
+                for close in self._hooks.close:
+                    close(is_sound=is_sound)
 
     def work_idly(self) -> bool:
         """Does a piece of work that can wait. Returns False if there is none. For the engine's thread."""
-        if self.scheduler.has_work or not self.idle_work.has_work:
+        idle = self.parts.idle_work
+        if self.scheduler.has_work or not idle.has_work:
             return False
         self._step_began = self._clock()
         try:
-            self._check_memory()
-            if self._is_idle_work_held:
+            for act in self._hooks.before_idle:
+                act()
+            if idle.is_held:
                 return False
             self.steps.do_idle_work()
         except Exception as error:
@@ -709,19 +559,11 @@ class Engine:
             self._step_began = None
         return True
 
-    def _check_memory(self) -> None:
-        if self._memory_guard is not None:
-            self._memory_guard.check()
-
-    @property
-    def _is_idle_work_held(self) -> bool:
-        return self._memory_guard is not None and self._memory_guard.holds_idle_work
-
     # ---------------------------------------------------------------------- turns on a device's thread
 
     @property
     def has_turn(self) -> bool:
-        """Whether there are commands, or a step can run."""
+        """True if there are commands, or a step can run."""
         if not self._commands.empty():
             return True
         if not self.scheduler.has_work or self.steps.is_blocked:
@@ -734,7 +576,7 @@ class Engine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the waiting requests need memory that a request of another model uses."""
+        """True if the waiting requests need memory that a request of another model uses."""
         return self.scheduler.has_work and self.steps.is_blocked
 
     @property
@@ -743,21 +585,21 @@ class Engine:
 
     @property
     def next_overdue_s(self) -> float | None:
-        """Seconds until a load is overdue, while nothing can run before it has ended, or until idle work is due."""
+        """Seconds until the engine needs a turn without a command; None: it needs none.
+
+        Without requests, this is the time until idle work is due. If nothing can run before a load has ended, it is
+        the time until a load is overdue.
+        """
         if not self.scheduler.has_work:
-            if self.idle_work.has_work and self._is_idle_work_held:
-                return IDLE_RETRY_S
-            return None if self.returns is None else self.returns.next_poll_s
-        if not self.steps.is_stalled or self.tier_connector is None:
-            return None
-        return self.tier_connector.next_overdue_s
+            return self.parts.idle_work.next_turn_s
+        return self.scheduler.tiers.next_overdue_s if self.steps.is_stalled else None
 
     def pause_idle_work(self) -> bool:
         """Releases the rows of idle work. Returns False if there were none."""
-        return self.idle_work.pause()
+        return self.parts.idle_work.pause()
 
     def detach(self) -> None:
-        """Keeps other models from evicting: the device's thread gives no more turns."""
+        """Keeps other models from evicting entries of this cache, because the engine gets no more turns."""
         if self._cache.share is not None:
             self._cache.share.close()
 
@@ -765,14 +607,14 @@ class Engine:
         """Ends the engine after an exception that no handler can recover from: memory may be half written."""
         self._finish(is_sound=False)
 
-    def _run_soon(self, command: Callable[[], None]) -> None:
+    def run_soon(self, command: Callable[[], None]) -> None:
         """Queues a command for the engine's thread."""
         self._commands.put(command)
         self._wake()
 
     def next_command(self) -> Callable[[], None] | None:
         """Waits for a command if nothing can run before one arrives or a load is overdue."""
-        if self.scheduler.has_work and (not self.steps.is_stalled or self.tier_connector is None):
+        if self.scheduler.has_work and not self.steps.is_stalled:
             return None
         try:
             return self._commands.get(timeout=self.next_overdue_s)
@@ -782,7 +624,7 @@ class Engine:
     def step(self, command: Callable[[], None] | None = None) -> bool:
         """Runs the queued commands and one step. Returns False if there was nothing to do.
 
-        For the engine's thread, or a test that did not start it.
+        Only the engine's thread calls it, or a test that has not started the engine.
         """
         self._step_began = self._clock()
         try:
@@ -792,12 +634,11 @@ class Engine:
             if self._requests.closed or not self.scheduler.has_work:
                 return False
             self._idle.clear()
-            self._check_memory()
             self.steps.run()
         except Exception as error:
             self.steps.restart(error)
         finally:
-            self._notify()
+            self._requests.notify()
             self._step_began = None
             if not self.scheduler.has_work:
                 self._idle.set()
@@ -809,50 +650,3 @@ class Engine:
         """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
         for _ in range(self._commands.qsize()):
             self._commands.get_nowait()()  # only this thread takes from the queue
-
-    def _notify(self) -> None:
-        for function in self._after_events:
-            try:
-                function()
-            except Exception:
-                log.exception("a function to be called after events raised")
-
-    def _distrust(self, tokens: Tokens, scope: Scope, first: int) -> None:
-        self._cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
-        if self.tier_connector is not None:
-            self.tier_connector.follow()
-
-    def _close_idle_work(self) -> None:
-        self._idle.set()  # threads that wait for it find the engine stopped
-        self.idle_work.pause()
-        if self.idle_prefills is not None:
-            self.idle_prefills.close()
-
-    def _close_tiers(self, flush: bool = True) -> None:
-        """Writes rows that only memory has to the tiers, and ends their threads."""
-        if self.tier_connector is None:
-            return
-        try:
-            self.tier_connector.settle()
-            if flush:
-                self.tier_connector.flush()
-        except Exception:
-            log.exception("the cache could not be written to the tiers")
-        finally:
-            self.tier_connector.close()
-
-
-def _limits(
-    described: ModelDescription, cache: KVCache, config: EngineConfig, tokenizer: ModelTokenizer | None
-) -> RequestLimits:
-    limits = [described.context_limit, cache.capacity_tokens]
-    if config.context_limit is not None:
-        limits.append(config.context_limit)
-    # The tokenizer of a fine-tuned model often has an end of turn that the model's configuration does not name.
-    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
-    return RequestLimits(
-        min(limits),
-        described.vocab_size,
-        tuple(dict.fromkeys((*described.eos_token_ids, *of_tokenizer))),
-        makes_text=tokenizer is not None,
-    )

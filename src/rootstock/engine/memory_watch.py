@@ -1,4 +1,4 @@
-"""`--memory-limit`: a limit of the whole process's memory, kept by what the engine does between two steps.
+"""`--memory-limit`: a limit of the whole process's memory, which the engine enforces between two steps.
 
 Pools and weights are bounded from the start. Activations, freed buffers that a library keeps, states, tokenized
 prompts and adapters are added to them, and their sum cannot be predicted. The footprint is therefore measured:
@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.plan import Plan
+from rootstock.engine.parts import Part
 from rootstock.engine.scheduler import Scheduler
 from rootstock.errors import InvalidOption
 from rootstock.runtime import host_memory
@@ -31,7 +32,6 @@ from rootstock.units import GIB, in_units
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.1  # least time between two measurements
-IDLE_RETRY_S = 1.0  # time after which held idle work is tried again
 # Time between two returns of unused memory. It doubles while a return does not end the pressure: buffers that go back
 # must be allocated again.
 _RETURN_S, _LONGEST_RETURN_S = 1.0, 60.0
@@ -107,7 +107,7 @@ class MemoryWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last measurement is old enough for another."""
+        """True if the last measurement is old enough for another."""
         return self._clock() >= self._due
 
     def measure(self) -> None:
@@ -138,7 +138,7 @@ def _pressure(share: float, before: Pressure) -> Pressure:
     return Pressure.NONE
 
 
-class MemoryGuard:
+class MemoryGuard(Part):
     """Guard of one engine's memory, owned by the engine's thread. Engines of one process measure the same footprint,
     and each gives back its own memory."""
 
@@ -163,10 +163,10 @@ class MemoryGuard:
 
     @property
     def holds_idle_work(self) -> bool:
-        """Whether memory is too scarce for work that no request waits for."""
+        """True if memory is too scarce for work that no request waits for."""
         return self._watch.pressure is not Pressure.NONE
 
-    def check(self) -> None:
+    def before_step(self) -> None:
         """Measures the footprint if that is due, gives memory back, and tells the scheduler. Between two steps."""
         watch = self._watch
         if not watch.is_due:
@@ -179,6 +179,9 @@ class MemoryGuard:
         if is_over != self._scheduler.admits_one_by_one:
             self._scheduler.admits_one_by_one = is_over
             self._tell()
+
+    def before_idle(self) -> None:
+        self.before_step()
 
     @property
     def _return_is_due(self) -> bool:
@@ -211,12 +214,13 @@ class MemoryGuard:
         consequence = "requests wait while others run" if is_over else "requests are admitted again"
         log.warning("the process takes %s of its --memory-limit of %s: %s", taken, limit, consequence)
 
-    def stats(self) -> MemoryStats:
+    def stats(self) -> dict[str, MemoryStats]:
         watch = self._watch
-        return MemoryStats(
+        told = MemoryStats(
             watch.footprint_bytes,
             watch.limit_bytes,
             watch.pressure,
             self._returns,
             self._scheduler.requests_held_for_memory,
         )
+        return {"memory": told}

@@ -8,31 +8,35 @@ it: a prompt may be cut into any chunks.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 from rootstock.engine.cost_model import StepSize, StepSpeed
+from rootstock.engine.parts import Part
+from rootstock.engine.scheduler import StepPlan
 
 LEAST_TOKENS = 16  # of a prompt in every step, even above the target, so that no prefill starves
 _AIM = 0.9  # share of the target to plan for, because half of all steps take longer than predicted
 _DECODES_OBSERVED = 8  # one in so many steps without prefill is observed, because they are all alike
 
 
-class Pace(Protocol):
-    def prefill_tokens(self, step: StepSize, past: int, most: int) -> int:
-        """Returns how many prompt tokens, at most `most`, may be added to a step with decodes.
+class Pacing(Part):
+    """Limit of prefills that keeps the predicted time of steps with decodes within `target_s`."""
 
-        The prompt is computed up to position `past`.
-        """
-        ...
-
-
-class Pacing:
-    """Limit of prefills that keeps the predicted time of steps with decodes within `target_s`. For one thread."""
-
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, clock: Callable[[], float]) -> None:
         self._target_s = target_s
+        self._clock = clock
         self._speed = StepSpeed()
         self._decode_steps = 0
+        self._step: tuple[StepSize, float] | None = None  # the size and the begin of the step, without drafts
+
+    def planned(self, plan: StepPlan, began: float) -> None:
+        has_drafts = any(item.drafts for item in plan.scheduled)
+        self._step = None if has_drafts or not plan.scheduled else (plan.size(), began)
+
+    def after_step(self) -> None:
+        if self._step is not None:
+            size, began = self._step
+            self.observe(size, self._clock() - began)
 
     def observe(self, step: StepSize, seconds: float) -> None:
         """Learns from one whole step, from its plan to its events."""

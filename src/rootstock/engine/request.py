@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
-from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.errors import RootstockError
+from rootstock.text.constraints.compiled import CompiledConstraint
+from rootstock.text.prompts.sampled_answers import AnswerPlace
 
 RequestId = NewType("RequestId", str)
 
@@ -182,6 +182,30 @@ class Logprobs:
         columns = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
         for token, logprob, tokens, logprobs in zip(*(each.tolist() for each in columns), strict=True):
             yield TokenLogprob(token, logprob, tuple(zip(tokens, logprobs, strict=True)))
+
+
+@dataclass(slots=True)
+class PromptTokens:
+    """Tokens of prompts that were computed to their end, by the source of their K/V."""
+
+    memory: int = 0
+    host: int = 0  # loaded from the host's RAM
+    disk: int = 0  # loaded from the disk
+    computed: int = 0
+
+    @property
+    def loaded(self) -> int:
+        return self.host + self.disk
+
+    @property
+    def all(self) -> int:
+        return self.memory + self.loaded + self.computed
+
+    def add(self, other: PromptTokens) -> None:
+        self.memory += other.memory
+        self.host += other.host
+        self.disk += other.disk
+        self.computed += other.computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rootstock.engine.request import Failed, Request, RequestId, Terminal
 from rootstock.engine.sequence import Sequence
 from rootstock.errors import EngineStopped, InvalidParameter, QueueFull, RootstockError
+
+log = logging.getLogger(__name__)
 
 
 class RequestTable:
     """Table of the live requests. Any thread adds and looks up requests; the engine's thread ends them."""
 
     def __init__(
-        self, max_batch: int, max_queue: int, on_end: Callable[[Sequence, Terminal], None] | None = None
+        self,
+        max_batch: int,
+        max_queue: int,
+        on_end: Collection[Callable[[Sequence, Terminal], None]] = (),
     ) -> None:
-        """`on_end` is called before a terminal event, on the engine's thread."""
+        """`on_end` are called before a terminal event, on the engine's thread."""
         self._on_end = on_end
+        self._after_events: tuple[Callable[[], None], ...] = ()
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._live: dict[RequestId, Sequence] = {}
-        self._lock = threading.Lock()  # of _live, _arrivals and _closed
+        self._lock = threading.Lock()  # of _live, _arrivals, _closed and _after_events
         self._arrivals = 0
         self._closed = False
 
@@ -74,8 +81,8 @@ class RequestTable:
         """Removes a sequence and emits its terminal event."""
         with self._lock:
             self._live.pop(sequence.request.id, None)
-        if self._on_end is not None:
-            self._on_end(sequence, event)
+        for note in self._on_end:
+            note(sequence, event)
         sequence.end(event)
 
     def fail(self, sequence: Sequence, error: RootstockError) -> None:
@@ -86,6 +93,26 @@ class RequestTable:
             left, self._live = list(self._live.values()), {}
         for sequence in left:
             sequence.end(Failed(sequence.request.id, error))
+
+    def call_after_events(self, function: Callable[[], None]) -> None:
+        """Registers a function that the engine's thread calls after each group of events, at least once a step.
+
+        A sink that collects events uses it to pass them on all at once.
+        """
+        with self._lock:
+            self._after_events += (function,)
+
+    def no_call_after_events(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            self._after_events = tuple(other for other in self._after_events if other != function)
+
+    def notify(self) -> None:
+        """Calls the registered functions."""
+        for function in self._after_events:
+            try:
+                function()
+            except Exception:
+                log.exception("a function to be called after events raised")
 
     def close(self) -> None:
         """Accepts no more requests."""

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.constraints.progress import AnswerProgress, Banned, Forced, Masked
 from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
+from rootstock.text.constraints.progress import AnswerProgress, Banned, Forced, Masked
 
 Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
 Rows = NDArray[np.float32]  # [rows, vocab] logits
@@ -40,9 +40,9 @@ class Sampler:
     """Sampler of one request's tokens, one call of `sample` per token.
 
     The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
-    earlier sampler of the same request: this one continues exactly after them. `progress` is that of a constrained
-    answer at its beginning. Its restriction applies after penalties and bias, and before temperature and filters.
-    Where other bans leave no token that it allows, they do not count.
+    earlier sampler of the same request: this one continues exactly after them. `progress` belongs to a constrained
+    answer and is at its beginning. Its restriction applies after penalties and bias, and before temperature and
+    filters. Where other bans leave no token that it allows, they do not count.
     """
 
     def __init__(

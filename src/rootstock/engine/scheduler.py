@@ -8,18 +8,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.engine.cost_model import StepSize, attended_positions
-from rootstock.engine.pacing import Pace
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
@@ -31,7 +32,6 @@ from rootstock.engine.sequence import (
     Waiting,
     WaitingForPrefix,
 )
-from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import OutOfBlocks, RootstockError
 from rootstock.runtime.base import Segment
 
@@ -39,13 +39,57 @@ PROTECTED_REQUESTS = 16  # the first requests of the queue protect the entries t
 # Part of a step's tokens that prefills may have while the process is over its memory limit, and its least size.
 SCARCE_SHARE, LEAST_SCARCE_TOKENS = 8, 32
 
-# Decides for a match whether to load the deeper prefix that a tier holds. None: there is none.
-LoadChooser = Callable[[Match], tuple[TierHit | None, LoadChoice | None]]
+
+class Pace(Protocol):
+    """Limit of the prefill in steps with decodes."""
+
+    def prefill_tokens(self, step: StepSize, past: int, most: int) -> int:
+        """Returns how many prompt tokens, at most `most`, may be added to a step with decodes.
+
+        The prompt is computed up to position `past`.
+        """
+        ...
+
+
+class DraftSource(Protocol):
+    """Source of drafts. A wrong draft costs time and never changes an answer."""
+
+    def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
+        """Proposes a draft for each of these decoding sequences, at most `room` tokens together."""
+        ...
+
+    def completed(self, sequence: Sequence, lease: Lease) -> None:
+        """Learns from a complete sequence, whose lease has all its tokens."""
+        ...
+
+
+class LoadSource(Protocol):
+    """Tiers from which prefixes are loaded."""
+
+    @property
+    def loading(self) -> int: ...  # loads in flight, also for ended requests
+
+    @property
+    def next_overdue_s(self) -> float | None: ...  # seconds until a load is overdue; None: no load can be
+
+    def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
+        """Decides whether to load the deeper prefix that a tier holds; None: there is none."""
+        ...
+
+
+class NoTiers:
+    """No tiers: nothing is loaded."""
+
+    loading = 0
+    next_overdue_s = None
+
+    def choose(self, match: Match) -> tuple[None, None]:
+        return None, None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A sequence in a step, and the tokens that it computes: those that follow its computed ones.
+    """A sequence in a step, and the tokens that the step computes: the next ones after its computed tokens.
 
     The last `drafts` tokens are draft tokens.
     """
@@ -66,7 +110,10 @@ class ScheduledSequence:
 
     @property
     def logits_to_keep(self) -> int:
-        """Last rows that need logits: all to score a prompt, one and the drafts to sample, else none."""
+        """Number of last rows that need logits.
+
+        Scoring a prompt needs all rows. Sampling a token needs one row, and one for each draft token.
+        """
         if not self.sequence.prompt_scored:
             return len(self.tokens)
         return 1 + self.drafts if self.computes_last_token and self.sequence.max_tokens > 0 else 0
@@ -109,7 +156,6 @@ class _Step:
     """A step while it is being planned."""
 
     now: float
-    loading: int  # loads in flight, also for requests that have ended
     budget: int = 0  # tokens that prefills may still add
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     to_load: list[Sequence] = field(default_factory=list)
@@ -128,9 +174,9 @@ class Scheduler:
         cache: KVCache,
         max_batch: int,
         chunk_tokens: int,
-        choose_load: LoadChooser = lambda match: (None, None),
+        tiers: LoadSource | None = None,
         pace: Pace | None = None,
-        proposer: Proposer | None = None,
+        proposer: DraftSource | None = None,
         idle_chunk_tokens: int | None = None,
         scored_chunk_tokens: int | None = None,
     ) -> None:
@@ -141,7 +187,7 @@ class Scheduler:
         """
         self._cache = cache
         self._proposer = proposer
-        self._choose_load = choose_load
+        self.tiers = tiers or NoTiers()
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
@@ -153,7 +199,7 @@ class Scheduler:
         self.admits_one_by_one = (
             False  # True: memory is scarce, and no request is admitted while another runs
         )
-        self.requests_held_for_memory = 0  # that have waited for that
+        self.requests_held_for_memory = 0  # requests that have waited because memory was scarce
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
 
@@ -173,7 +219,7 @@ class Scheduler:
         return counts
 
     def adapters(self) -> tuple[Counter[str], Counter[str]]:
-        """Counts the requests of each LoRA adapter, by its fingerprint: those in the batch, and those that wait."""
+        """Counts the requests of each LoRA adapter, by its fingerprint: running ones, and waiting ones."""
         running, waiting = Counter[str](), Counter[str]()
         for sequence in self.sequences():
             if sequence.request.adapter:
@@ -186,7 +232,7 @@ class Scheduler:
         return any(isinstance(sequence.state, Decoding) for sequence in self._running)
 
     def share_device(self, others_decode: Callable[[], bool]) -> None:
-        """Makes steps short while another model of the device decodes, as `others_decode` tells."""
+        """Makes steps short while another model of the device decodes, which `others_decode` reports."""
         self._others_decode = others_decode
 
     @property
@@ -199,10 +245,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ a step
 
-    def schedule(self, now: float, loading: int = 0) -> StepPlan:
-        """Plans the next step. `loading` counts the loads in flight, also those of ended requests.
-
-        In this order:
+    def schedule(self, now: float) -> StepPlan:
+        """Plans the next step, in this order:
 
         1. Decodes: one token for each decoding sequence.
         2. Running prefills, first come first served, each the next chunk within the token budget.
@@ -215,7 +259,7 @@ class Scheduler:
         to the head of the queue, until the block is there or the sequence itself was preempted. The last running
         sequence is given up instead. Admissions and drafts never preempt.
         """
-        step = _Step(now, loading)
+        step = _Step(now)
         self._protect_hits_of_queued()  # before an eviction takes them
         self._schedule_decodes(step)
         self._schedule_prefills(step)
@@ -225,7 +269,7 @@ class Scheduler:
         return StepPlan(step.scheduled, step.to_load, step.given_up)
 
     def _protect_hits_of_queued(self) -> None:
-        """Protects the entries that the first queued requests would hit. Renewed when the cache changes."""
+        """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
@@ -331,7 +375,7 @@ class Scheduler:
             if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
             admitted = self._ask_for_rows(sequence, match)
-            while isinstance(admitted, Deferred) and self._drop_pin(step):
+            while isinstance(admitted, Deferred) and self._drop_pin():
                 match = self._match(sequence)
                 admitted = self._ask_for_rows(sequence, match)
             if isinstance(admitted, Deferred):
@@ -350,9 +394,9 @@ class Scheduler:
             match, self._watermark, request.boundaries, tier_hit, comes_back=comes_back, hints=request.hints
         )
 
-    def _drop_pin(self, step: _Step) -> bool:
+    def _drop_pin(self) -> bool:
         """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
-        if self._running or step.loading or self._cache.others_have_requests:
+        if self._running or self.tiers.loading or self._cache.others_have_requests:
             return False
         return self._cache.drop_pin()
 
@@ -384,7 +428,7 @@ class Scheduler:
         """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead."""
         if not sequence.may_load or not sequence.prompt_scored:
             return False
-        hit, sequence.load_choice = self._choose_load(match)
+        hit, sequence.load_choice = self.tiers.choose(match)
         if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
             return False
         admitted = self._ask_for_rows(sequence, match, hit)
@@ -409,7 +453,7 @@ class Scheduler:
         self._unprotect_hit(sequence)
         sequence.state = Prefilling(admitted.lease)
         sequence.plan = admitted.plan
-        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
+        sequence.prompt_scores.clear()  # scoring starts over after a preemption
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
             sequence.hint_outcomes = admitted.lease.hint_outcomes
@@ -449,8 +493,8 @@ class Scheduler:
     def _reserve_draft(self, lease: Lease, most: int) -> int:
         """Reserves blocks for a draft and returns how many of its tokens have blocks.
 
-        Takes new blocks only if no request waits for blocks, and if enough stay free for every running sequence over
-        the positions that a draft is ahead.
+        New blocks are taken only if no request waits, and only if enough blocks stay free for every running sequence
+        to advance by as many positions as the draft has.
         """
         size = self._cache.block_size
         watermark = len(self._running) * (most // size + 1)
@@ -471,12 +515,12 @@ class Scheduler:
             extended = self._cache.extend(lease, tokens)
             if not isinstance(extended, Deferred):
                 return True
-            # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
+            # A load cannot be stopped, but ends soon. Another sequence therefore makes room, or this one waits.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
-            if len(self._running) == 1 and not step.loading and self._cache.others_have_requests:
+            if len(self._running) == 1 and not self.tiers.loading and self._cache.others_have_requests:
                 self._preempt(sequence)  # until another model's request has ended
                 return False
-            if len(self._running) == 1 and not step.loading:
+            if len(self._running) == 1 and not self.tiers.loading:
                 if self._cache.drop_pin():
                     continue
                 # Preempting the last sequence would not help: no other one would free blocks for it.
@@ -525,7 +569,7 @@ class Scheduler:
         """Takes out a running sequence that has all its tokens."""
         self._running.remove(sequence)
         if self._proposer is not None:
-            self._proposer.ended(sequence, lease)
+            self._proposer.completed(sequence, lease)
         self._cache.release(lease, ReleaseReason.FINISHED)
         sequence.state = Waiting()
 
@@ -558,7 +602,7 @@ class Scheduler:
         sequence.state = Waiting()
 
     def drain(self) -> None:
-        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
+        """Drops every sequence without telling the cache. Use it when the cache itself is emptied."""
         left = list(self.sequences())
         self._running.clear()
         self._waiting.clear()

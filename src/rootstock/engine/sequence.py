@@ -15,12 +15,12 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
 from rootstock.cache.types import Tokens
-from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.speculation.draft_cost import AcceptanceRate
 from rootstock.engine.speculation.ngrams import TokenHistory
+from rootstock.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Sequence:
 
     request: Request
     sink: Sink
-    scope: Scope  # of the prompt: what it generates is not public
+    scope: Scope  # of the prompt: generated tokens are not public
     max_tokens: int
     sampler: Sampler
     detokenizer: Detokenizer | None

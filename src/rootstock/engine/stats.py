@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.memory_watch import MemoryStats
+from rootstock.engine.request import PromptTokens
 from rootstock.engine.sequence import Phase
 from rootstock.engine.tiers.connector import TierStats
 
@@ -45,30 +46,6 @@ class Cleared:
 
     def __add__(self, other: Cleared) -> Cleared:
         return Cleared(self.blocks + other.blocks, self.bytes + other.bytes, self.later or other.later)
-
-
-@dataclass(slots=True)
-class PromptTokens:
-    """Tokens of prompts that were computed to their end, by the source of their K/V."""
-
-    memory: int = 0
-    host: int = 0  # loaded from the host's RAM
-    disk: int = 0  # loaded from the disk
-    computed: int = 0
-
-    @property
-    def loaded(self) -> int:
-        return self.host + self.disk
-
-    @property
-    def all(self) -> int:
-        return self.memory + self.loaded + self.computed
-
-    def add(self, other: PromptTokens) -> None:
-        self.memory += other.memory
-        self.host += other.host
-        self.disk += other.disk
-        self.computed += other.computed
 
 
 @dataclass(slots=True)

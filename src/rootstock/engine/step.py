@@ -7,101 +7,67 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rootstock.cache import KVCache
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NOTHING, Plan, together
-from rootstock.engine.constraints.masks import MaskWorker
-from rootstock.engine.idle.returns import AwaitedReturns
-from rootstock.engine.idle.work import IdleWork
-from rootstock.engine.pacing import Pacing
-from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
+from rootstock.cache.plan import NOTHING, together
+from rootstock.engine.part_list import EngineParts
+from rootstock.engine.parts import Forward
+from rootstock.engine.request import (
+    Aborted,
+    Finished,
+    Logprobs,
+    PromptScored,
+    PromptTokens,
+    RequestId,
+    TokenEvent,
+)
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import SampledToken, score_prompt
-from rootstock.engine.scheduler import ScheduledSequence, Scheduler
-from rootstock.engine.sequence import Decoding, Loading, Sequence
-from rootstock.engine.share_price import SharePrice
+from rootstock.engine.scheduler import ScheduledSequence
+from rootstock.engine.sequence import Decoding, Sequence
 from rootstock.engine.speculation.acceptance import accepted_rows
-from rootstock.engine.speculation.proposer import Proposer
-from rootstock.engine.stats import PromptTokens, StepCounters
-from rootstock.engine.tiers.connector import TierConnector
-from rootstock.engine.tiers.hit_verifier import HitVerifier
-from rootstock.engine.tiers.loads import PrefixLoads
+from rootstock.engine.stats import StepCounters
 from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
+from rootstock.text.constraints.masks import MaskWorker
 
 log = logging.getLogger(__name__)
 
 LOGGED_IDS = 16  # of requests, in one log line
 
 
-class PlanExecutor:
-    """Executor of the cache's plans: the tier connector stores, the runtime does everything else."""
-
-    def __init__(self, runtime: Runtime, tier_connector: TierConnector | None) -> None:
-        self._runtime = runtime
-        self._tier_connector = tier_connector
-
-    def apply(self, plan: Plan) -> None:
-        """Executes the stores first: the rest of the plan may overwrite their rows."""
-        if plan.stores and self._tier_connector is not None:
-            self._tier_connector.store(plan.stores)
-        if plan:
-            self._runtime.apply(plan)
-
-
 class StepRunner:
     """Runner of the engine's steps, which also ends requests. Owned by the engine's thread.
 
-    A forward that raises fails the requests of its step only. An exception between forwards is a bug of ours: it
-    fails every request and empties the cache, whose state is unknown then.
+    A forward that raises fails the requests of its step only. An exception between forwards is a bug in the
+    engine: it fails every request and empties the cache, because the cache's state is then unknown.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         cache: KVCache,
-        scheduler: Scheduler,
         requests: RequestTable,
-        executor: PlanExecutor,
-        hit_verifier: HitVerifier | None,
-        idle_work: IdleWork,
-        returns: AwaitedReturns | None,
-        tier_connector: TierConnector | None,
-        proposer: Proposer | None,
-        masks: MaskWorker,
-        pacing: Pacing | None,
+        parts: EngineParts,
         clock: Callable[[], float],
-        run_soon: Callable[[Callable[[], None]], None],
-        notify: Callable[[], None],
-        prompt_computed: Callable[[Sequence, PromptTokens], None],
     ) -> None:
-        """`run_soon` queues a function for the engine's thread. `notify` is called after each group of events."""
         self._runtime = runtime
         self._cache = cache
-        self._scheduler = scheduler
+        self._scheduler = parts.scheduler
         self._requests = requests
-        self._apply = executor.apply
-        self._hit_verifier = hit_verifier
-        self._idle_work = idle_work
-        self._returns = returns
-        self._tier_connector = tier_connector
-        self._loads: PrefixLoads | None = None
-        if tier_connector is not None:
-            self._loads = PrefixLoads(tier_connector, cache, scheduler, executor.apply, run_soon)
-        self._proposer = proposer
-        self._masks = masks
-        self._pacing = pacing
+        self._apply = parts.apply
+        self._hooks = parts.hooks
+        self._idle_work = parts.idle_work
         self._clock = clock
-        self._notify = notify
-        self._prompt_computed = prompt_computed
+        self._masks = MaskWorker()
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
         self.is_blocked = False  # nothing can run before a request of another model has ended
-        self._price: SharePrice | None = None
         if cache.share is not None:
-            token_bytes = max(1, cache.pools.full.row_bytes // cache.block_size)
-            self._price = SharePrice(cache.share, runtime.description, token_bytes)
             cache.share.settle = self._settle
+
+    def close(self) -> None:
+        self._masks.close()
 
     # --------------------------------------------------------------------------------------- a request
 
@@ -119,11 +85,11 @@ class StepRunner:
         for sequence in list(self._scheduler.sequences()):
             self._take_out(sequence)
         self._requests.fail_all(error)
-        self._notify()
+        self._requests.notify()
 
     def _take_out(self, sequence: Sequence) -> None:
-        if self._loads is not None and isinstance(sequence.state, Loading):
-            self._loads.give_up(sequence)
+        for act in self._hooks.taken_out:
+            act(sequence)
         self._scheduler.remove(sequence)
 
     def _discard(self, sequence: Sequence, lease: Lease, error: RootstockError) -> None:
@@ -135,35 +101,33 @@ class StepRunner:
     def run(self) -> None:
         """Runs one step. The scheduler has work."""
         began = self._clock()
-        self._idle_work.pause()
-        self._cache.compare_diverged()  # of the last step, whose events have left
-        if self._tier_connector is not None and self._loads is not None:
-            self._tier_connector.follow()
-            self._loads.requeue_overdue()
-        plan = self._scheduler.schedule(began, self._loads_in_flight)
-        for sequence in plan.to_load:
-            assert self._loads is not None
-            self._loads.begin(sequence)
+        if self._idle_work.may_hold_rows:
+            self._idle_work.pause()
+        self._cache.compare_diverged()  # prompts of the last step, whose events have been sent
+        for act in self._hooks.before_step:
+            act()
+        plan = self._scheduler.schedule(began)
+        for act in self._hooks.planned:
+            act(plan, began)
         for sequence, error in plan.given_up:
             self._requests.fail(sequence, error)
         if not plan.scheduled:
-            self.is_stalled = bool(self._loads_in_flight)
+            self.is_stalled = self._scheduler.tiers.loading > 0
             waits = self._scheduler.has_work and not self.is_stalled
             self.is_blocked = waits and self._cache.others_have_requests
             assert plan.given_up or self.is_blocked or not waits, "requests wait and nothing runs"
             self._apply(self._cache.take_pending_plan())
             return
         self.is_stalled = self.is_blocked = False
-        self._notify()  # passes on earlier events before the forward takes its time
-        size = None if self._pacing is None else plan.size()
-        # A plan that fails is half executed. Other requests' rows may be among those that it should have changed, so
-        # the exception goes to `restart`.
+        self._requests.notify()  # passes on earlier events before the forward takes its time
+        # A plan that fails is half executed. Rows of other requests may then be wrong, so the exception goes to
+        # `restart`.
         self._apply(
             together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
         )
         try:
-            if self._cache.share is not None:
-                self._cache.share.settle_others()
+            for act in self._hooks.before_forward:
+                act()
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except PoolsLost:
@@ -193,10 +157,8 @@ class StepRunner:
             else:
                 self._take(item, result)
         self._apply(self._cache.take_pending_plan())
-        if self._tier_connector is not None:
-            self._tier_connector.follow()
-        if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
-            self._pacing.observe(size, self._clock() - began)
+        for act in self._hooks.after_step:
+            act()
 
     def _settle(self) -> None:
         """Executes the cache's pending plan between two steps, for the engine of another model."""
@@ -205,10 +167,6 @@ class StepRunner:
         except Exception as error:
             self.restart(error)
 
-    @property
-    def _loads_in_flight(self) -> int:
-        return 0 if self._loads is None else self._loads.in_flight
-
     def _forward(self, scheduled: list[ScheduledSequence], batch: Batch) -> Logits:
         now = self._clock()
         for item in scheduled:
@@ -216,24 +174,20 @@ class StepRunner:
             if item.sequence.computed_at is None:
                 item.sequence.computed_at = now
         samplers = [item.sequence.sampler for item in scheduled if item.computes_last_token]
-        self._masks.begin([each.progress for each in samplers if each.progress is not None])
+        masked = [each.progress for each in samplers if each.progress is not None]
+        if masked:
+            self._masks.begin(masked)
         began = self._clock()
         try:
             logits = self._runtime.forward(batch)
         finally:
-            self._masks.wait()
+            if masked:
+                self._masks.wait()
         seconds = self._clock() - began
         self.counters.forward_s += seconds
-        if all(item.decodes for item in scheduled):
-            if self._proposer is not None:
-                drafts = sum(item.drafts for item in scheduled)
-                context = sum(segment.past for segment in batch.segments)
-                self._proposer.observe(len(scheduled), drafts, context, seconds)
-        else:
-            if self._tier_connector is not None:
-                self._tier_connector.observe(batch.segments, seconds)
-            if self._price is not None:
-                self._price.observe(batch.segments, seconds)
+        forward = Forward(scheduled, batch.segments, seconds)
+        for act in self._hooks.forwarded:
+            act(forward)
         self.counters.steps += 1
         self.counters.computed_tokens += batch.new_tokens
         return logits
@@ -273,7 +227,8 @@ class StepRunner:
     def _take(self, item: ScheduledSequence, result: _Result) -> None:
         """Takes the result of one sequence: publishes, and emits events.
 
-        Logits that are not finite come from such K/V: no computed token of the request is published.
+        Logits that are not finite come from K/V that are not finite. In this case, and after any other error, no
+        computed token of the request is published.
         """
         sequence, completes, sampled = item.sequence, item.computes_last_token, result.sampled
         if result.error is None and sampled is not None and sequence.sampler.progress is not None:
@@ -284,7 +239,8 @@ class StepRunner:
         if result.error is not None:
             self._discard(sequence, item.lease, result.error)
             return
-        # At once: the commit of another sequence may evict the checkpoint that this plan fills, and reuse its row.
+        # The plan is executed at once: the commit of another sequence may evict the checkpoint that the plan fills,
+        # and reuse its row.
         self._apply(self._cache.commit(item.lease, item.tokens))
         if not completes:
             return
@@ -312,7 +268,8 @@ class StepRunner:
         if sequence.first_token_at is None:
             tokens = _prompt_tokens(sequence)
             self.counters.prompts.add(tokens)
-            self._prompt_computed(sequence, tokens)
+            for act in self._hooks.prompt_computed:
+                act(sequence, tokens)
         if sampled is None:  # the request only scores or caches a prompt
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return
@@ -321,12 +278,8 @@ class StepRunner:
         sequence.state = Decoding(lease)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
-            if self._tier_connector is not None:
-                self._tier_connector.count(sequence.load_choice)
-            if self._returns is not None:
-                self._returns.returned(sequence.request.tokens, sequence.scope)
-            if self._hit_verifier is not None:
-                self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.scope)
+            for act in self._hooks.first_token:
+                act(sequence, lease)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, lease, "stop", sampled.token, text=sequence.rest_of_text())
             return
@@ -378,25 +331,22 @@ class StepRunner:
 
     def do_idle_work(self) -> None:
         """Does a piece of idle work. Call it when there is nothing else to do."""
-        if self._tier_connector is not None:
-            self._tier_connector.follow()
         self._idle_work.step()
         self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
-        """Fails every request and empties the cache, after an exception of our own or the loss of the pools."""
+        """Fails every request and empties the cache, after an internal exception or the loss of the pools."""
         log.error("the engine failed; every open request fails, the cache is emptied", exc_info=error)
         self._scheduler.drain()
-        if self._tier_connector is not None:
-            self._tier_connector.settle()  # no load writes to rows that are reused
-        self._idle_work.forget()
+        for act in self._hooks.restart:
+            act()
         self._cache.reset()
         self.fail_all(error if isinstance(error, PoolsLost) else EngineFault(error))
 
 
 @dataclass(slots=True)
 class _Result:
-    """The rows of one sequence in a step, and what was sampled from the last one."""
+    """The rows of one sequence in a step, and the token that was sampled from the last one."""
 
     logits: Logits
     sampled: SampledToken | None = None

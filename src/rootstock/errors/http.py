@@ -106,9 +106,9 @@ class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
 
-    def __init__(self, limit_bytes: int, option: str = "--max-body") -> None:
+    def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            f"The body of the request has more than {limit_bytes:,} bytes ({option}). Send less at once."
+            f"The body of the request has more than {limit_bytes:,} bytes (--max-body). Send less at once."
         )
 
 
@@ -116,11 +116,10 @@ class ContentTypeNotJson(RequestError):
     code = "unsupported_media_type"
     http_status = 415
 
-    def __init__(self, header: str, value: str, expected: str = "application/json") -> None:
-        utf8 = "in UTF-8 and " if expected == "application/json" else ""
+    def __init__(self, header: str, value: str) -> None:
         super().__init__(
-            f"The request's {header} is {shown(value)}. Send the body as 'Content-Type: {expected}', "
-            f"{utf8}without a Content-Encoding."
+            f"The request's {header} is {shown(value)}. Send the body as 'Content-Type: application/json', "
+            "in UTF-8 and without a Content-Encoding."
         )
 
 

@@ -69,13 +69,6 @@ class ClearUnderWay(Overloaded):
         super().__init__("Records are being removed for an earlier request. Try again in a moment.")
 
 
-class TransferUnderWay(Overloaded):
-    code = "transfer_under_way"
-
-    def __init__(self) -> None:
-        super().__init__("As many bundles are moved as this server moves at once. Try again in a moment.")
-
-
 class IdleWorkFull(Overloaded):
     code = "idle_work_full"
 

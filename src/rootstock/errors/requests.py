@@ -283,36 +283,6 @@ class PinNotGranted(RequestError):
         super().__init__(f"Nothing is pinned: {reason}.")
 
 
-class PrefixNotCached(RequestError):
-    code = "prefix_not_cached"
-    http_status = 404
-
-    def __init__(self) -> None:
-        super().__init__(
-            "None of this prompt is cached so that a bundle can hold it: there is nothing to export. Send it in a "
-            "request before, or warm it."
-        )
-
-
-class BundleRefused(RequestError):
-    code = "bundle_refused"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"The bundle is refused: {reason}. Nothing was imported.")
-        self.reason = reason
-
-
-class ImportsOff(RequestError):
-    code = "imports_off"
-    http_status = 403
-
-    def __init__(self) -> None:
-        super().__init__(
-            "This server takes no bundles: start it with --bundle-key FILE, the key that signs them, or with "
-            "--unsigned-imports if everything that reaches it can be trusted."
-        )
-
-
 class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 

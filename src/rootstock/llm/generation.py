@@ -94,7 +94,7 @@ class Generation:
         self._open.clear()
 
 
-class Events:
+class GenerationEvents:
     """Events of a call in the order in which they happened, for a thread.
 
     `close`, an error and the end of the last reference abort the requests that have not ended.

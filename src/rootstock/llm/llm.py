@@ -13,29 +13,21 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.families import FullAttention
-from rootstock.cache.radix_node import Boundary
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
+from rootstock.config import MEDIA
 from rootstock.engine.build import Assembly, build_engine
-from rootstock.engine.conversation.media import refuse_media
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.template import refuse_unread_variables, template_input
+from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.explained import explained_in_words
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped, text_tokens
-from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared, EngineStats
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import (
     EmptyPrompt,
     EngineStopped,
@@ -47,13 +39,21 @@ from rootstock.errors import (
     RootstockError,
 )
 from rootstock.errors.options import in_library_words
-from rootstock.llm.generation import Events, Indexed, events_of
+from rootstock.llm.generation import GenerationEvents, Indexed, events_of
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
 from rootstock.llm.params import SamplingParams, warn_of_default
 from rootstock.openmp import wait_briefly
+from rootstock.pipeline.model import ChatRules, PreparedChat, ServedModel
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.model_files import locate
+from rootstock.text.constraints.openai_fields import constraint_of
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.template import refuse_unread_variables
+from rootstock.text.prompts.explained import explained_in_words
+from rootstock.text.prompts.prompt_tokenizer import text_tokens
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.tokenizer import ModelTokenizer
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -67,14 +67,35 @@ Params = (
 )  # for all, or one for each prompt; None: the model's
 
 
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat beside its messages and its sampling. Each may be left out."""
+
+    tools: Sequence[Tool] | None  # OpenAI's: functions that the model may call
+    tool_choice: Any  # "auto", "none", "required", or a function by its name as OpenAI's API has it
+    response_format: (
+        Mapping[str, Any] | None
+    )  # OpenAI's: {"type": "json_schema", …} or {"type": "json_object"}
+    reasoning_budget: int | None  # tokens of reasoning, after which its end is forced
+    chat_template_kwargs: (
+        Mapping[str, Any] | None
+    )  # variables that the template reads, such as `enable_thinking`
+    continue_final_message: bool  # the answer goes on with the last message's text
+    cache_salt: str | None  # prefixes are shared only with prompts of the same salt
+    adapter: str | None  # a LoRA adapter by its name; without one the base model answers
+    session: str | None  # names the conversation: the time until its next request is learnt
+    ttl_s: (
+        float | None
+    )  # how long prompt and answer are kept after their last use, within the server's bounds
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """One prompt, ready for the engine."""
 
     text: str | None
     tokens: Tokens
-    boundaries: tuple[Boundary, ...] = ()
-    place: AnswerPlace | None = None  # of a chat: the next turn's prompt gets the sampled ids back
+    chat: PreparedChat | None = None  # None: a prompt of text or of token ids
+    hints: CacheHints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +131,8 @@ class LLM:
         chat_template: str | None = None,
         parse_special_tokens: bool = False,
         sampling_defaults: str = "model",
+        tool_parser: str = "auto",
+        media: str = "refuse",
         progress: Callable[[str, float], None] | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -117,14 +140,18 @@ class LLM:
 
         `chat_template` is a Jinja template to use instead of the model's own. With `parse_special_tokens`, special
         tokens that messages spell out are control tokens, else plain text. `sampling_defaults` is the source of
-        parameters that are None: "model" for its generation_config.json, or "openai". `progress` is called with a
-        stage and its completed share. For the other options see `Options`.
+        parameters that are None: "model" for its generation_config.json, or "openai". `tool_parser` names the format
+        of calls and reasoning, which "auto" finds by the template. An image or another medium in a message is an
+        error, or with `media="mention"` a line of the prompt. `progress` is called with a stage and its completed
+        share. For the other options see `Options`.
         """
         wait_briefly()
         model = str(model) if isinstance(model, Path) else model
         config = configuration(model, options)
         if sampling_defaults not in SAMPLING_DEFAULTS:
             raise InvalidOption("sampling_defaults", sampling_defaults, " | ".join(SAMPLING_DEFAULTS))
+        if media not in MEDIA:
+            raise InvalidOption("media", media, " | ".join(MEDIA))
         with _in_library_words():
             directory = locate(
                 model,
@@ -143,7 +170,8 @@ class LLM:
                 progress=progress,
                 directory=directory,
             )
-        self._start(made, defaults, parse_special_tokens)
+        rules = ChatRules(parse_special_tokens, tool_parser, refuses_media=media == "refuse")
+        self._start(made, defaults, rules)
 
     @classmethod
     def from_assembly(
@@ -151,20 +179,14 @@ class LLM:
     ) -> LLM:
         """Wraps an engine that was assembled otherwise and not started, such as one on a runtime of your own."""
         llm = cls.__new__(cls)
-        llm._start(made, defaults or SamplingDefaults(), parse_special_tokens)
+        llm._start(made, defaults or SamplingDefaults(), ChatRules(parse_special_tokens, refuses_media=True))
         return llm
 
-    def _start(self, made: Assembly, defaults: SamplingDefaults, parse_special_tokens: bool) -> None:
+    def _start(self, made: Assembly, defaults: SamplingDefaults, rules: ChatRules) -> None:
         self._engine = made.engine
         self._description = made.description
-        self._defaults = defaults
-        self._parse_special_tokens = parse_special_tokens
-        engine = made.engine
-        self._tokenizer = PromptTokenizer(
-            made.tokenizer, engine.context_limit, engine.config.answer_memory_bytes
-        )
-        families = made.description.families
-        self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
+        with _in_library_words():
+            self._model = ServedModel.of(made, rules, defaults=defaults)
         self._closed = threading.Event()
         made.engine.start()
         self._process = os.getpid()  # of the engine's thread: a fork does not have it
@@ -227,7 +249,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> ModelTokenizer:
-        return self._tokenizer.model_tokenizer
+        return self._model.model_tokenizer
 
     @property
     def context_limit(self) -> int:
@@ -257,23 +279,16 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answers one or many conversations, rendered with the model's chat template, in their order.
 
-        Messages are OpenAI's. With `continue_final_message` the answer goes on with the last message's text.
-        `chat_template_kwargs` are variables that the template reads, such as `enable_thinking`. Raises RequestError,
-        EngineError and LLMClosed.
+        Messages are OpenAI's, and `ChatOptions` has the options. The text of an answer has no reasoning and no
+        calls: `outputs[0].reasoning` and `outputs[0].tool_calls` have them. Raises RequestError, EngineError and
+        LLMClosed.
         """
-        conversations = _conversations(messages)
-        options = _template_options(chat_template_kwargs, continue_final_message)
-        use = _Use(cache_salt, adapter)
-        asked = self._chats(conversations, tools, options, use)
+        conversations, use = _conversations(messages), _use_of(options)
+        asked = self._chats(conversations, options)
         return self._collect(asked, _one_for_each(params, len(asked)), use)
 
     async def agenerate(
@@ -293,19 +308,12 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answers like `chat`, for asyncio. Cancelling the task aborts its requests."""
-        conversations = _conversations(messages)
-        options = _template_options(chat_template_kwargs, continue_final_message)
+        conversations, use = _conversations(messages), _use_of(options)
         each = _one_for_each(params, len(conversations))
-        use = _Use(cache_salt, adapter)
-        return await self._acollect(lambda: self._chats(conversations, tools, options, use), each, use)
+        return await self._acollect(lambda: self._chats(conversations, options), each, use)
 
     # ------------------------------------------------------------------------------- answers in pieces
 
@@ -324,17 +332,11 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Stream:
         """Submits a conversation at once and returns an iterator over the pieces of its answers."""
-        options = _template_options(chat_template_kwargs, continue_final_message)
-        use = _Use(cache_salt, adapter)
-        return self._stream(self._chat(messages, tools, options, use), params, use)
+        use = _use_of(options)
+        return self._stream(self._chat(messages, options), params, use)
 
     def astream(
         self,
@@ -355,17 +357,11 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Returns a generator of the pieces of the answers to a conversation, as `astream` does."""
-        options = _template_options(chat_template_kwargs, continue_final_message)
-        use = _Use(cache_salt, adapter)
-        return self._astream(lambda: self._chat(messages, tools, options, use), params, use)
+        use = _use_of(options)
+        return self._astream(lambda: self._chat(messages, options), params, use)
 
     # --------------------------------------------------------------------------------------- the cache
 
@@ -378,17 +374,11 @@ class LLM:
     def explain_chat(
         self,
         messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Explanation:
         """Explains how much of a conversation is cached now, and the reason why no more."""
-        options = _template_options(chat_template_kwargs, continue_final_message)
-        use = _Use(cache_salt, adapter)
-        return self._explain(self._chat(messages, tools, options, use), use)
+        use = _use_of(options)
+        return self._explain(self._chat(messages, options), use)
 
     def _explain(self, asked: _Asked, use: _Use) -> Explanation:
         with self._open() as engine:
@@ -418,9 +408,8 @@ class LLM:
     def clear_cache(self, *, cache_salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses: of one `cache_salt`, or all."""
         salt = None if cache_salt is None else salt_of("", cache_salt)
-        with self._open() as engine:
-            self._tokenizer.forget(salt)
-            return engine.clear_cache(salt)
+        with self._open():
+            return self._model.clear(Clearing(salt))
 
     # ---------------------------------------------------------------------------------------- prompts
 
@@ -431,39 +420,30 @@ class LLM:
         self._require_running()
         if isinstance(prompt, str):
             with _in_library_words():
-                return _Asked(prompt, text_tokens(self._tokenizer, prompt))
+                return _Asked(prompt, text_tokens(self._model.tokenizer, prompt))
         return _Asked(None, _ids(prompt))
 
-    def _chats(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        tools: Sequence[Tool] | None,
-        options: Mapping[str, Any],
-        use: _Use,
-    ) -> list[_Asked]:
-        return _each(conversations, lambda messages: self._chat(messages, tools, options, use))
+    def _chats(self, conversations: Sequence[Sequence[Message]], options: ChatOptions) -> list[_Asked]:
+        return _each(conversations, lambda messages: self._chat(messages, options))
 
-    def _chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        options: Mapping[str, Any],
-        use: _Use,
-    ) -> _Asked:
+    def _chat(self, messages: Sequence[Message], options: ChatOptions) -> _Asked:
         self._require_running()
         if not messages:
             raise EmptyPrompt("messages")
-        tokenizer = self.tokenizer
+        use, variables = _use_of(options), dict(options.get("chat_template_kwargs") or {})
+        model = replace(self._model, adapter=self._adapter(use))
         with _in_library_words():
-            refuse_unread_variables(
-                {k: v for k, v in options.items() if k != "continue_final_message"}, tokenizer.template_names
+            refuse_unread_variables(variables, self.tokenizer.template_names)
+            if options.get("continue_final_message"):
+                variables["continue_final_message"] = True
+            conversation = conversation_of(
+                messages, options.get("tools"), options.get("tool_choice"), variables
             )
-            template = template_input(conversation_of(messages, tools, options=options), tokenizer)
-            refuse_media(template.media)
-            template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
-            make = chat_with_boundaries if self._wants_boundaries else chat_prompt
-            prompt = make(template, self._tokenizer, use.salt)
-        return _Asked(None, prompt.tokens, prompt.boundaries, prompt.place)
+            constraint = constraint_of({"response_format": options.get("response_format")})
+            chat = model.prepared_chat(
+                conversation, use.salt, "", constraint, options.get("reasoning_budget")
+            )
+        return _Asked(None, chat.prompt.tokens, chat, _hints_of(options))
 
     def _adapter(self, use: _Use) -> str:
         """Returns the fingerprint of the call's adapter. Raises InvalidParameter."""
@@ -476,18 +456,22 @@ class LLM:
         return found.fingerprint
 
     def _requests(self, asked: _Asked, params: SamplingParams, use: _Use) -> tuple[Request, ...]:
-        requests = requests_for(
-            uuid.uuid4().hex,
-            [asked.tokens],
-            params.n,
-            params.sampling(self._defaults),
-            params.stopping(),
-            salt=use.salt,
-            prompt_logprobs=params.prompt_logprobs,
-            boundaries=asked.boundaries,
-            place=asked.place,
-            adapter=self._adapter(use),
-        )
+        id, sampling, stop = uuid.uuid4().hex, params.sampling(self._model.defaults), params.stopping()
+        if asked.chat is not None:
+            requests = asked.chat.requests(id, params.n, sampling, stop, hints=asked.hints)
+            if params.prompt_logprobs is not None:
+                requests = tuple(replace(one, prompt_logprobs=params.prompt_logprobs) for one in requests)
+        else:
+            requests = requests_for(
+                id,
+                [asked.tokens],
+                params.n,
+                sampling,
+                stop,
+                salt=use.salt,
+                prompt_logprobs=params.prompt_logprobs,
+                adapter=self._adapter(use),
+            )
         return tuple(request.fitted(self.context_limit) for request in requests)
 
     # ---------------------------------------------------------------------------------------- running
@@ -498,7 +482,7 @@ class LLM:
         batch = _Batch(asked, params, lambda one, how: self._requests(one, how, use))
         with (
             self._open() as engine,
-            contextlib.closing(Events(engine, batch.requests, batch.prompt_of)) as events,
+            contextlib.closing(GenerationEvents(engine, batch.requests, batch.prompt_of)) as events,
         ):
             for indexed in events:
                 batch.take(indexed)
@@ -524,7 +508,8 @@ class LLM:
         params = params or SamplingParams()
         requests = self._requests(asked, params, use)
         with self._open() as engine:
-            return Stream(Events(engine, requests, [0] * len(requests)), self._open, params)
+            events = GenerationEvents(engine, requests, [0] * len(requests))
+            return Stream(events, self._open, params, _Pieces(asked.chat, len(requests)))
 
     async def _astream(
         self, prepare: Callable[[], _Asked], params: SamplingParams | None, use: _Use
@@ -532,12 +517,23 @@ class LLM:
         asked = await asyncio.to_thread(prepare)
         params = params or SamplingParams()
         requests = self._requests(asked, params, use)
+        pieces = _Pieces(asked.chat, len(requests))
         with self._open() as engine:
             async with contextlib.aclosing(events_of(engine, requests, [0] * len(requests))) as events:
                 async for index, event in events:
                     if isinstance(event, TokenEvent | Finished):
                         _warn_if_cut(event, params, stacklevel=2)
-                        yield delta_of(index, event)
+                        yield pieces.of(index, event)
+
+
+class _Pieces:
+    """Pieces of the answers to one prompt, parsed as they come if it is a chat."""
+
+    def __init__(self, chat: PreparedChat | None, answers: int) -> None:
+        self._parsers = [None if chat is None else chat.new_parser() for _ in range(answers)]
+
+    def of(self, index: int, event: TokenEvent | Finished) -> TextDelta:
+        return delta_of(index, event, self._parsers[index])
 
 
 class Stream(Iterator[TextDelta]):
@@ -545,13 +541,15 @@ class Stream(Iterator[TextDelta]):
 
     def __init__(
         self,
-        events: Events,
+        events: GenerationEvents,
         opened: Callable[[], contextlib.AbstractContextManager[Engine]],
         params: SamplingParams,
+        pieces: _Pieces,
     ) -> None:
         self._events = events
         self._opened = opened
         self._params = params
+        self._pieces = pieces
 
     def __next__(self) -> TextDelta:
         """Waits for the next piece. Raises EngineError, and LLMClosed once the LLM is closed."""
@@ -559,7 +557,7 @@ class Stream(Iterator[TextDelta]):
             for index, event in self._events:
                 if isinstance(event, TokenEvent | Finished):
                     _warn_if_cut(event, self._params, stacklevel=3)
-                    return delta_of(index, event)
+                    return self._pieces.of(index, event)
         raise StopIteration
 
     def __enter__(self) -> Stream:
@@ -589,7 +587,11 @@ class _Batch:
         ]
         # The prompt of each request.
         self.prompt_of = [prompt for prompt, how in enumerate(params) for _ in range(how.n)]
-        self._answers = [CollectedAnswer(how.logprobs is not None) for how in params for _ in range(how.n)]
+        self._answers = [
+            CollectedAnswer(how.logprobs is not None, None if one.chat is None else one.chat.new_parser())
+            for one, how in zip(asked, params, strict=True)
+            for _ in range(how.n)
+        ]
 
     def take(self, indexed: Indexed) -> None:
         index, event = indexed
@@ -660,10 +662,26 @@ def _one_for_each(params: Params, prompts: int) -> Sequence[SamplingParams]:
     return params
 
 
-def _template_options(kwargs: Mapping[str, Any] | None, continue_final_message: bool) -> dict[str, Any]:
-    if continue_final_message:
-        return {**(kwargs or {}), "add_generation_prompt": False, "continue_final_message": True}
-    return {"add_generation_prompt": True, **(kwargs or {})}
+def _use_of(options: ChatOptions) -> _Use:
+    """Returns the namespace of a chat. Raises TypeError for an option that there is not."""
+    unknown = options.keys() - ChatOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"a chat has no option {min(unknown)!r}: it has {', '.join(ChatOptions.__annotations__)}"
+        )
+    return _Use(options.get("cache_salt"), options.get("adapter"))
+
+
+def _hints_of(options: ChatOptions) -> CacheHints | None:
+    session, ttl_s = options.get("session"), options.get("ttl_s")
+    if session is None and ttl_s is None:
+        return None
+    if session is not None and not isinstance(session, str):
+        raise InvalidParameter("session", session, "a string")
+    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0):
+        raise InvalidParameter("ttl_s", ttl_s, "a number of seconds, more than 0")
+    retentions = () if ttl_s is None else (RetentionWish("ttl_s", None, float(ttl_s)),)
+    return CacheHints(session=session, session_field="session", retentions=retentions)
 
 
 def _each(prompts: Sequence[S], prepare: Callable[[S], T]) -> list[T]:

@@ -16,6 +16,16 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
+from rootstock.text.output.deltas import (
+    ContentDelta,
+    Delta,
+    DeltaParser,
+    ReasoningDelta,
+    WholeAnswer,
+    WholeCall,
+    answer_of,
+)
+from rootstock.text.output.reasoning_tokens import parsed_answer
 
 FinishReason = Literal["stop", "length"]
 
@@ -24,7 +34,8 @@ FinishReason = Literal["stop", "length"]
 class CompletionOutput:
     """One answer. `text` ends before a stop string and has no special tokens.
 
-    `token_ids` holds all tokens but the one that ended the answer.
+    The text of a chat's answer has no reasoning and no complete calls. `token_ids` holds all tokens but the one that
+    ended the answer.
     """
 
     index: int  # among the `n` answers to one prompt
@@ -34,11 +45,13 @@ class CompletionOutput:
     stop_reason: str | int | None  # the stop string or the token that ended it
     usage: Usage  # tokens, and times from submission on
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of `token_ids`, if asked for
+    reasoning: str = ""  # of a chat
+    tool_calls: tuple[WholeCall, ...] = ()  # of a chat: with `name`, `arguments` and their `text`
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt. Its own properties are those of the first answer."""
+    """The answers to one prompt. Its own properties describe the first answer."""
 
     prompt: str | None  # None: given as token ids. Of a chat, the rendered conversation is not kept
     prompt_token_ids: tuple[int, ...]
@@ -48,6 +61,10 @@ class RequestOutput:
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def tool_calls(self) -> tuple[WholeCall, ...]:
+        return self.outputs[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -91,22 +108,43 @@ class TextDelta:
     finish_reason: FinishReason | None = None  # set at the end
     stop_reason: str | int | None = None
     usage: Usage | None = None  # set at the end
+    reasoning: str = ""  # of a chat
+    deltas: tuple[Delta, ...] = ()  # of a chat: calls as they begin, go on and end
 
 
-def delta_of(index: int, event: TokenEvent | Finished) -> TextDelta:
-    """Turns an event of answer `index` into a piece of it."""
+def delta_of(index: int, event: TokenEvent | Finished, parser: DeltaParser | None = None) -> TextDelta:
+    """Turns an event of answer `index` into a piece of it. `parser` is a chat's, and gets all events in order."""
+    text, reasoning, others = event.text, "", ()
+    if parser is not None:
+        deltas = [*parser.push(text), *(parser.finish() if isinstance(event, Finished) else ())]
+        text = "".join(each.text for each in deltas if isinstance(each, ContentDelta))
+        reasoning = "".join(each.text for each in deltas if isinstance(each, ReasoningDelta))
+        others = tuple(each for each in deltas if not isinstance(each, ContentDelta | ReasoningDelta))
     if isinstance(event, TokenEvent):
-        return TextDelta(index, event.text, event.token, event.logprob, event.cached_tokens)
+        return TextDelta(
+            index, text, event.token, event.logprob, event.cached_tokens, reasoning=reasoning, deltas=others
+        )
     usage = event.usage
     return TextDelta(
-        index, event.text, None, None, usage.cached_tokens, event.reason, event.stopped_by, usage
+        index,
+        text,
+        None,
+        None,
+        usage.cached_tokens,
+        event.reason,
+        event.stopped_by,
+        usage,
+        reasoning,
+        others,
     )
 
 
 class CollectedAnswer:
     """Collector of one request's events."""
 
-    def __init__(self, wants_logprobs: bool) -> None:
+    def __init__(self, wants_logprobs: bool, parser: DeltaParser | None = None) -> None:
+        """`parser` is a chat's. Without it, the answer is its text."""
+        self._parser = parser
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
@@ -131,14 +169,19 @@ class CollectedAnswer:
     def output(self, index: int) -> CompletionOutput:
         """Returns the answer, which has ended."""
         assert self._end is not None, "the answer has not ended"
+        answer = WholeAnswer("".join(self._texts), "", ())
+        if self._parser is not None:
+            answer = answer_of(parsed_answer(self._parser, self._texts))
         return CompletionOutput(
             index,
-            "".join(self._texts),
+            answer.text,
             tuple(self._tokens),
             self._end.reason,
             self._end.stopped_by,
             self._end.usage,
             None if self._logprobs is None else tuple(self._logprobs),
+            answer.reasoning,
+            answer.calls,
         )
 
 

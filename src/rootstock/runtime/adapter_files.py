@@ -80,7 +80,7 @@ class AdapterSource:
     weights: Path
     fingerprint: str  # of all bytes of both files
     scalings: Scalings
-    tensors: Mapping[str, AdaptedModule]  # by the name of the base model's module
+    tensors: Mapping[str, ModuleTensors]  # by the name of the base model's module
     nbytes: int
     stamp: tuple[int, ...]  # of both files, when they were hashed
 
@@ -99,7 +99,7 @@ Role = Literal["A", "B", "B.bias", "embedding_A", "embedding_B", "magnitude", "w
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedModule:
+class ModuleTensors:
     """Tensors of one module of the base model: for each role the tensor's name in the file, and its shape."""
 
     names: Mapping[Role, str]
@@ -166,7 +166,7 @@ def stored_bytes(path: Path) -> int:
     return 0
 
 
-def _count(modules: Mapping[str, AdaptedModule]) -> int:
+def _count(modules: Mapping[str, ModuleTensors]) -> int:
     return sum(math.prod(shape) for module in modules.values() for shape in module.shapes.values())
 
 
@@ -350,7 +350,7 @@ def _matches(pattern: str, module: str) -> bool:
 # ---- the weights
 
 
-def _read_header(name: str, weights: Path, config: _Config) -> dict[str, AdaptedModule]:
+def _read_header(name: str, weights: Path, config: _Config) -> dict[str, ModuleTensors]:
     """Returns the modules that the tensors adapt. Reads no tensor."""
     with weights.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -388,7 +388,7 @@ def _read_header(name: str, weights: Path, config: _Config) -> dict[str, Adapted
                 shapes.setdefault(module, {})[role] = tuple(tensor.get_shape())
     except SafetensorError as error:
         raise AdapterUnusable(name, f"{weights.name} is damaged ({first_line(error)})") from error
-    return {module: AdaptedModule(names[module], shapes[module]) for module in sorted(names)}
+    return {module: ModuleTensors(names[module], shapes[module]) for module in sorted(names)}
 
 
 _PEFT_ENDS: tuple[tuple[str, Role], ...] = (
@@ -405,7 +405,7 @@ _PEFT_ENDS: tuple[tuple[str, Role], ...] = (
     (".bias", "bias"),
 )
 _MLX_LM_ENDS: tuple[tuple[str, Role], ...] = ((".lora_a", "A"), (".lora_b", "B"), (".m", "magnitude"))
-# Of each format: what a tensor's name begins with, the ends of names with their roles, and the format in words.
+# For each format: the prefix of a tensor's name, the ends of names with their roles, and the format in words.
 _NAMES: Mapping[AdapterFormat, tuple[str, tuple[tuple[str, Role], ...], str]] = {
     "peft": ("base_model.model.", _PEFT_ENDS, "PEFT's format"),
     "mlx-lm": ("", _MLX_LM_ENDS, "mlx-lm's format"),

@@ -63,7 +63,7 @@ class ModelDescription:
     layout: str = ""
     runtime: str = "torch"  # "torch" | "mlx"
     memory: PoolMemory = "host"
-    lazy_states: bool = False  # a state takes memory when its slot is written, whatever `memory` is
+    lazy_states: bool = False  # a state takes memory when its slot is written, with any `memory`
 
     def namespace(self) -> Namespace:
         """Returns the cache namespace of this model, without a salt."""

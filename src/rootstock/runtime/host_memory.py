@@ -1,4 +1,4 @@
-"""Main memory: what is free, within the limits of the system and of a container, and what this process takes."""
+"""Main memory: the free part, within the limits of the system and of a container, and this process's footprint."""
 
 from __future__ import annotations
 

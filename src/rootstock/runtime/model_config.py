@@ -17,12 +17,12 @@ CHANGING_ROPE = ("dynamic", "longrope")
 
 
 def context_limit(config: Any, changing: Collection[str] = CHANGING_ROPE) -> tuple[int, str]:
-    """Returns (positions that the model can serve, RoPE regime or ""). Raises ValueError for a limit that is none.
+    """Returns (positions that the model can serve, RoPE regime or ""). Raises ValueError for an invalid limit.
 
     `changing` are the types of RoPE whose frequencies the library takes from the longest sequence of a forward. A
     short sequence packed with a long one would get wrong frequencies, and cached K would be wrong. Such models are
-    served up to the length at which the frequencies begin to change. The regime keeps their cached K apart from that
-    of other regimes.
+    served up to the length at which the frequencies begin to change. The regime keeps their cached K apart from the
+    cached K of other regimes.
     """
     limit = _positions(config, "max_position_embeddings") or _UNLIMITED
     regimes = []

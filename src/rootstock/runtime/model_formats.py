@@ -1,6 +1,6 @@
 """Formats of models that Rootstock does not read, recognised by the names of files and by config.json.
 
-A recognised format is refused before anything is loaded, by its name and with what to do instead. Only names and
+A recognised format is refused before anything is loaded, by its name and with a remedy. Only names and
 configurations are read, and at most a bounded number of them.
 """
 
@@ -32,7 +32,7 @@ _ADAPTER = "serve its base model{base}, with --adapter NAME=DIRECTORY"
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A format, the names of its files, and what to do with a model in it."""
+    """A format, the names of its files, and the remedy for a model in it."""
 
     patterns: tuple[str, ...]
     name: str
@@ -40,7 +40,7 @@ class _Format:
     has_config: bool = True  # False: it is this format only where there is no config.json
 
 
-# The first that matches counts: what can be converted, then what tells most about the model.
+# The first match counts: formats that can be converted come first, then the ones that describe the model best.
 _FORMATS = (
     _Format(("model_index.json",), "a diffusers pipeline, which makes no text", "serve a language model"),
     _Format(("adapter_config.json",), "a LoRA adapter", _ADAPTER),
@@ -70,7 +70,7 @@ _OF_TRAINING = ("optimizer.*", "rng_state*", "scaler.pt", "scheduler.pt", "train
 
 
 def names_in(directory: Path) -> list[str]:
-    """Returns the names in a directory, those of folders with a slash. None of a folder that cannot be read."""
+    """Returns the names in a directory; names of folders end with a slash. A folder that cannot be read has none."""
     try:
         with os.scandir(directory) as entries:
             return sorted(
@@ -104,7 +104,7 @@ def foreign_format(names: Iterable[str], base_model: object = None) -> str | Non
 
 
 def remedy_without_config(directory: Path, names: Sequence[str]) -> str:
-    """Returns what may be meant by a directory without config.json and without files of a known format."""
+    """Returns the remedy for a directory without config.json and without files of a known format."""
     if not names:
         return "the directory is empty. 'hf download' fetches a model of the Hub"
     cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", directory.name)
@@ -120,7 +120,7 @@ def remedy_without_config(directory: Path, names: Sequence[str]) -> str:
 # ---- quantization
 
 
-# What config.json calls each method, and its name.
+# Maps the name of each method in config.json to its usual spelling.
 _METHODS = {
     "aqlm": "AQLM", "auto-round": "AutoRound", "awq": "AWQ", "bitnet": "BitNet", "bitsandbytes": "bitsandbytes",
     "bitsandbytes_4bit": "bitsandbytes", "bitsandbytes_8bit": "bitsandbytes",
@@ -132,7 +132,7 @@ _METHODS = {
     "vptq": "VPTQ",
 }  # fmt: skip
 MLX = "mlx"
-# Methods whose checkpoints mlx-lm reads whatever else their configuration says.
+# Methods whose checkpoints mlx-lm reads with any other settings of their configuration.
 _READ_BY_MLX = ("awq", "bitnet", "mxfp4", "mxfp8")
 # Files with which older exports describe a quantization beside a config.json that does not.
 _DESCRIPTIONS = {
@@ -150,13 +150,13 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """Its name for people."""
+        """Name of the method for people, with its variant."""
         name = "MLX" if self.method == MLX else _METHODS.get(self.method, shown(self.method))
         name = name if self.method else "a method that its files do not name"
         return f"{name} ({self.variant})" if self.variant else name
 
     def refusal(self, reason: str = "", *, by_mlx: bool = False) -> str:
-        """Returns the reason for a refusal, and what to do. `by_mlx`: the MLX runtime is the one that refuses."""
+        """Returns the reason for a refusal, and the remedy. `by_mlx`: the MLX runtime is the one that refuses."""
         because = f" ({reason})" if reason else ""
         other = ""
         if not by_mlx and (self.method == MLX or self.method in _READ_BY_MLX):
@@ -169,7 +169,8 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> Quantization | None:
-    """Returns the quantization that a configuration declares, or a file of its own among `names`. None: none is."""
+    """Returns the quantization that a configuration, or a separate file among `names`, declares. None: no
+    quantization."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         of_mlx = fields.get("quantization")
@@ -196,7 +197,7 @@ def _described(found: Mapping[str, Any]) -> Quantization:
 
 
 def _variant(found: Mapping[str, Any]) -> str:
-    """Returns what tells variants of a method apart, if it is short and plain."""
+    """Returns the name of the variant of a method, if it is short and plain."""
     of_modelopt = found.get("quantization")
     algorithm = of_modelopt.get("quant_algo") if isinstance(of_modelopt, dict) else None
     for value in (algorithm, found.get("quant_algo"), found.get("format"), found.get("mode")):

@@ -28,14 +28,14 @@ _DEVICES_OF_TORCH = ("cuda", "mps")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RuntimeChoice:
     """A runtime, and the reason why it was chosen."""
 
     runtime: RuntimeName
     reason: str
 
 
-def choose_runtime(asked: str, device: str = "auto") -> Choice:
+def choose_runtime(asked: str, device: str = "auto") -> RuntimeChoice:
     """Returns the runtime for --runtime and --device, and the reason. Raises InvalidOption.
 
     "auto" is MLX on Apple Silicon if it is installed, and elsewhere only where torch is not installed.
@@ -45,7 +45,7 @@ def choose_runtime(asked: str, device: str = "auto") -> Choice:
             raise InvalidOption(
                 "--runtime", asked, f"a runtime that is installed: pip install 'rootstock[{asked}]'"
             )
-        return Choice("mlx" if asked == "mlx" else "torch", f"--runtime is {asked}")
+        return RuntimeChoice("mlx" if asked == "mlx" else "torch", f"--runtime is {asked}")
     has_mlx, has_torch = is_installed("mlx"), is_installed("torch")
     if not (has_mlx or has_torch):
         raise InvalidOption(
@@ -55,14 +55,14 @@ def choose_runtime(asked: str, device: str = "auto") -> Choice:
             "'rootstock[torch]' elsewhere",
         )
     if not has_torch:
-        return Choice("mlx", "torch is not installed")
+        return RuntimeChoice("mlx", "torch is not installed")
     if device in _DEVICES_OF_TORCH:
-        return Choice("torch", f"--device {device} is a device of torch")
+        return RuntimeChoice("torch", f"--device {device} is a device of torch")
     if not is_apple_silicon():
-        return Choice("torch", "MLX is for Apple Silicon")
+        return RuntimeChoice("torch", "MLX is for Apple Silicon")
     if not has_mlx:
-        return Choice("torch", "MLX is not installed")
-    return Choice("mlx", "this is Apple Silicon, and MLX is installed")
+        return RuntimeChoice("torch", "MLX is not installed")
+    return RuntimeChoice("mlx", "this is Apple Silicon, and MLX is installed")
 
 
 def is_apple_silicon() -> bool:
@@ -143,7 +143,7 @@ def load_model(
 
 
 def leave_to_engine_thread(config: ModelConfig) -> None:
-    """Ends what the calling thread has left of its computations: from here on only the engine's thread computes."""
+    """Ends the calling thread's team of compute threads: from here on only the engine's thread computes."""
     if _runtime_of(config) == "torch":
         from rootstock.kernels.cpu.threads import end_team
 

@@ -16,7 +16,7 @@ therefore measured on the model: its own logits with and without noise on the em
 rounding.
 
 - In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
-  or 8 times the model's own noise if that is at most 1e-2; above it right and wrong could not be told apart. Of 97
+  or 8 times the model's own noise if that is at most 1e-2; above it, right and wrong cannot be distinguished. Of 97
   architectures with random weights, correct ones measured up to 2.1 times their noise, and wrong ones at least 160
   times: a wrong mask, position or scale shows as 1e-1 and more.
 - In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert. The figure is therefore
@@ -59,7 +59,7 @@ class Disagreement(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialResult:
     figures: dict[str, float]  # by kind of row
     remark: str  # note about a model that passed, or ""
 
@@ -116,7 +116,7 @@ def check(
     make_runtime: Callable[[], Runtime],
     progress: Callable[[float], None],
     variant: Variant | None = None,
-) -> Verdict:
+) -> TrialResult:
     """Runs the trial on a runtime and compares it with the model's own logits. Raises Disagreement if the figure of a
     kind of row is larger than allowed."""
     tokens = trial_tokens(description)
@@ -154,7 +154,7 @@ def compare(
     decoded: Callable[[ScoredRows], Logits],
     noise: Callable[[Measure], float],
     dtype: str,
-) -> Verdict:
+) -> TrialResult:
     """Compares the rows of a trial with the model's own. Raises Disagreement if they differ by more than allowed.
 
     `expected`: each sequence [tokens, vocab] in one pass. `decoded` computes rows by the model with its own cache:
@@ -180,7 +180,7 @@ def compare(
             remarks.append(f"{kind} by the model itself differs from one pass by {measure(decodes, own):.2g}")
         if not figures[kind] <= allowed:
             raise Disagreement(figures[kind], allowed, f"the {quantity} of {kind}")
-    return Verdict(figures, "; ".join(remarks))
+    return TrialResult(figures, "; ".join(remarks))
 
 
 def measure_for(dtype: str) -> Measure:
@@ -280,7 +280,7 @@ class Trial:
             *((s, s.past + 1, "a decode") for s in (long, whole)),
         )
         # Rows without logits, as in every prefill: the head gets fewer rows than the other layers. An engine asks for
-        # one row. The median of so few could be that of a row that rounding has sent to another expert.
+        # one row. The median of so few could come from a row that rounding has sent to another expert.
         last = "the last rows of a chunk"
         self._step((fresh, 19, last), (long, long.past + 1, "a decode"), (again, 20, last), most_logits=8)
         self._decode(begun, fresh)

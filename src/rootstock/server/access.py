@@ -21,7 +21,6 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig
-from rootstock.engine.prompts.salt import refuse_long
 from rootstock.errors import (
     AdminOnly,
     BodyTooLarge,
@@ -47,9 +46,10 @@ from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
-from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
+from rootstock.server.sessions import LOGIN_PATH, LoginSession, LoginSessions
+from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wrong_keys import WrongKeys
-from rootstock.tiers.disk.archive import BUNDLE_TYPE
+from rootstock.text.prompts.salt import refuse_long
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
@@ -62,14 +62,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/livez", "/ping", "/readyz", "/dashboar
 DASHBOARD = (
     "/dashboard/"  # with which the dashboard's routes begin: pages of other origins may use none of them
 )
-OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: everybody may read its scripts
+OPEN_FILES = f"{DASHBOARD}page/"  # of the dashboard: its scripts need no key
 _KEYLESS_PROBES = frozenset({"/livez", "/readyz"})  # their answers are the same with any key
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
-
-# The route that takes a bundle: it writes the body to a file as it comes, instead of holding it. Browsers send the
-# type of bundles to another origin only after a preflight.
-IMPORT_PATH = "/v1/cache/import"
 
 # The guard's entries in a request's state.
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
@@ -119,7 +115,7 @@ class Keys:
         self._use(AccessRules() if self._path is None else read_rules(self._path))
 
     def _use(self, rules: AccessRules) -> None:
-        """Replaces all keys by those of the options and of `rules`."""
+        """Replaces all keys by the keys of the options and of `rules`."""
         config, callers = self._config, dict[bytes, Caller]()
         has_operator = config.admin_key is not None or any(
             rule.role is Role.OPERATOR for rule in rules.keys.values()
@@ -159,16 +155,16 @@ class Keys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests need a key. A file of keys has at least one at all times."""
+        """True if requests need a key. A file of keys has at least one at all times."""
         return self._anonymous is None
 
     @property
     def is_current(self) -> bool:
-        """Whether the file of keys is as it was read last. Costs a call to the system."""
+        """True if the file of keys is as it was read last. Costs a system call."""
         return self._path is None or self._version == self._version_of_file()
 
     def reload(self) -> None:
-        """Reads the file of keys again. Keeps the keys if it cannot be used. Not for an event loop."""
+        """Reads the file of keys again. Keeps the keys if it cannot be used. Do not call it on an event loop."""
         assert self._path is not None
         self._version = self._version_of_file()
         try:
@@ -217,6 +213,12 @@ def caller_of(request: Request) -> Caller:
     return caller if isinstance(caller, Caller) else Caller()
 
 
+def shown_tenant_of(scope: Scope) -> str:
+    """Returns the tenant of a request, as an operator sees it."""
+    request = Request(scope)
+    return shown_tenant(caller_of(request).tenant, request.headers.get(SALT_HEADER, ""))
+
+
 def is_request_of_api(path: str) -> bool:
     """Returns whether a POST to a path is a client's request, which limits count and which has a trace."""
     return path not in OPEN_PATHS and not path.startswith(DASHBOARD)
@@ -227,10 +229,10 @@ def is_identified(request: Request) -> bool:
     return isinstance(getattr(request.state, _STATE, None), Caller)
 
 
-def session_of(request: Request) -> Session | None:
+def session_of(request: Request) -> LoginSession | None:
     """Returns the browser's session by which the sender is known; None: there is none, or a key was sent."""
     session = getattr(request.state, _SESSION, None)
-    return session if isinstance(session, Session) else None
+    return session if isinstance(session, LoginSession) else None
 
 
 async def tenant_of(
@@ -244,17 +246,18 @@ async def tenant_of(
     ] = "",
 ) -> str:
     """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
-    return tenant_in_head(request)
+    return _tenant_in_head(request)
 
 
-def tenant_in_head(request: Request) -> str:
+def _tenant_in_head(request: Request) -> str:
     """Returns the tenant of the key, or else of X-Cache-Salt, or else "". Raises InvalidParameter."""
     named = request.headers.getlist(SALT_HEADER)
     if len(named) > 1:
         # A proxy that adds its header to the client's own would leave the choice to the client.
         raise InvalidParameter(SALT_HEADER, named, "sent once: a proxy must replace a client's header")
     tenant = caller_of(request).tenant or (named[0] if named else "")
-    refuse_long(tenant, SALT_HEADER)
+    if tenant:
+        refuse_long(tenant, SALT_HEADER)
     return tenant
 
 
@@ -279,10 +282,10 @@ def refuse_model_of_others(request: Request, name: str) -> None:
         raise ModelNotAllowed(name)
 
 
-def meter_of(request: Request) -> Meter:
-    """Returns the meter of the request's tokens."""
-    meter = getattr(request.state, _METER, None)
-    return meter if isinstance(meter, Meter) else Meter()
+def meter_of(request: Request) -> Meter | None:
+    """Returns the meter of the request's tokens. None: its tenant has no limits."""
+    meter: Meter | None = getattr(request.state, _METER, None)
+    return meter
 
 
 def is_operator(request: Request) -> bool:
@@ -310,7 +313,7 @@ def may_read_prompts(request: Request, config: ServerConfig) -> bool:
 
 def names_tenant(request: Request) -> bool:
     """Returns whether the request is for one tenant, without the admin key."""
-    return not caller_of(request).has_admin_key and bool(tenant_in_head(request))
+    return not caller_of(request).has_admin_key and bool(_tenant_in_head(request))
 
 
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
@@ -334,11 +337,11 @@ class Guard:
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sessions: Sessions | None = None,
+        sessions: LoginSessions | None = None,
         wrong_keys: WrongKeys | None = None,
     ) -> None:
         self._wrong_keys = WrongKeys() if wrong_keys is None else wrong_keys
-        self._sessions = Sessions() if sessions is None else sessions
+        self._sessions = LoginSessions() if sessions is None else sessions
         self._app = app
         self._forms = forms
         self._drain = drain
@@ -346,7 +349,6 @@ class Guard:
         self._reading_keys = anyio.Lock()
         self._limiter = RateLimiter(clock)
         self._max_body_bytes = config.max_body_bytes
-        self._max_bundle_bytes = config.max_bundle_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
         self._origins = frozenset(config.allowed_origins)
@@ -361,7 +363,7 @@ class Guard:
             async with self._reading_keys:
                 if not self._keys.is_current:  # no other request has read it meanwhile
                     await anyio.to_thread.run_sync(self._keys.reload)
-        session = self._sessions.find(headers)
+        session = self._sessions.find(headers) if b"cookie" in headers else None
         caller = self._keys.caller(headers if session is None else session.headers)
         # A key for some paths has the rights of no key on the others that are open.
         if isinstance(caller, Caller) and caller.may_ask(scope["path"]):
@@ -387,7 +389,8 @@ class Guard:
 
     async def _pass_on_limited(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on within its tenant's limits. Each POST counts, but for probes and the dashboard's."""
-        limits = self._keys.rules.limits_of(tenant)
+        rules = self._keys.rules
+        limits = rules.tenants.get(tenant, rules.default)
         if limits == NO_LIMITS:
             await self._pass_on(scope, receive, send)
             return
@@ -421,10 +424,6 @@ class Guard:
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
-        if scope["path"] == IMPORT_PATH:  # bounds its body itself
-            with self._drain.request():
-                await self._app(scope, receive, send)
-            return
 
         async def receive_counted() -> Message:
             nonlocal held_bytes
@@ -438,13 +437,12 @@ class Guard:
             self._held_bytes += count
             return message
 
+        counts = scope["method"] not in _SAFE_METHODS
+        self._drain.running += counts
         try:
-            if scope["method"] in _SAFE_METHODS:
-                await self._app(scope, receive_counted, send)
-            else:
-                with self._drain.request():
-                    await self._app(scope, receive_counted, send)
+            await self._app(scope, receive_counted, send)
         finally:
+            self._drain.running -= counts
             self._held_bytes -= held_bytes
 
     def _refused(self, refusal: RootstockError, scope: Scope) -> Response:
@@ -473,16 +471,11 @@ class Guard:
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")
-        if path == IMPORT_PATH:
-            if int(length) > self._max_bundle_bytes:
-                return BodyTooLarge(self._max_bundle_bytes, "--max-bundle")
-        elif int(length) > self._max_body_bytes:
+        if int(length) > self._max_body_bytes:
             return BodyTooLarge(self._max_body_bytes)
         if method not in _SAFE_METHODS:
             if self._drain.is_draining and not path.startswith(DASHBOARD):  # stopping requests helps a drain
                 return Draining()
-            if path == IMPORT_PATH:
-                return _refusal_of_bundle_type(headers)
             return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
         return None
 
@@ -532,14 +525,6 @@ def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError
     return None
 
 
-def _refusal_of_bundle_type(headers: Headers) -> RootstockError | None:
-    for name, allowed in (("Content-Encoding", "identity"), ("Content-Type", BUNDLE_TYPE)):
-        sent = _text(headers.get(name.lower().encode(), b"identity" if name == "Content-Encoding" else b""))
-        if sent.strip().lower() != allowed:
-            return ContentTypeNotJson(name, sent, BUNDLE_TYPE)
-    return None
-
-
 def _named_tenant(headers: Headers) -> str:
     """Returns the tenant that the header names. The routes refuse one that is too long."""
     return _text(headers.get(SALT_HEADER.lower().encode(), b""))[:MAX_SALT_LENGTH]
@@ -555,7 +540,7 @@ def _names_of(config: ServerConfig, *, needs_key: bool) -> frozenset[str] | None
     local = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
     if "*" in config.allowed_hosts or not (local or config.allowed_hosts or not needs_key):
         return None
-    # Nobody else can rebind the machine's own name.
+    # The machine's own name is allowed, because others cannot rebind it.
     own = {} if local else {socket.gethostname().lower().rstrip(".")}
     return frozenset({bound, "localhost", "*.localhost", *own, *config.allowed_hosts})
 

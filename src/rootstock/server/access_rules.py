@@ -62,9 +62,6 @@ class AccessRules:
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     default: TenantLimits = NO_LIMITS  # of every other tenant, and of requests without one
 
-    def limits_of(self, tenant: str) -> TenantLimits:
-        return self.tenants.get(tenant, self.default)
-
     @property
     def retained(self) -> RetainedLimits:
         """The limits of retained bytes. A named tenant without one has none."""
@@ -97,7 +94,7 @@ def read_rules(path: Path) -> AccessRules:
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
     )
     if _STRUCTURED.match(content):
-        return _Reader(path).rules(_parsed(path, text))
+        return _RulesReader(path).rules(_parsed(path, text))
     return AccessRules(_lines(path, text))
 
 
@@ -125,7 +122,7 @@ def _parsed(path: Path, text: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            # The decoder's own text may be read as YAML, so that only its place is told.
+            # The error shows only the line: the decoder's own text may be read as YAML.
             line = getattr(error, "lineno", 1)
             raise InvalidOption(OPTION, f"{path}, line {line}", "valid JSON") from None
     import yaml
@@ -140,7 +137,7 @@ def _parsed(path: Path, text: str) -> Any:
         raise InvalidOption(OPTION, where, f"valid YAML ({problem})") from None
 
 
-class _Reader:
+class _RulesReader:
     """Checks the values of a file. Its errors name a place such as `keys[3].role`."""
 
     def __init__(self, path: Path) -> None:

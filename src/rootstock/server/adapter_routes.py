@@ -9,7 +9,6 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
 from rootstock.config import MAX_MODEL_NAME_CHARS, ServerConfig
-from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import AdapterExists, AdapterNotLoaded, InvalidParameter, Unsupported
 from rootstock.runtime.adapter_files import allowed_directory
 from rootstock.server.access import is_operator, refuse_unless
@@ -17,6 +16,7 @@ from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.fields import ClosedWire, Label
 from rootstock.server.models import ModelRegistry
 from rootstock.server.prompt_bodies import StateRoute
+from rootstock.text.limits import refuse_surrogates
 
 _MAX_PATH_CHARS = 4_096
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
@@ -42,7 +42,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     )
 
     def refuse(request: Request, param: str) -> None:
-        """Refuses a client that is no operator, and any on a server whose adapters are fixed."""
+        """Refuses a client that is not an operator. On a server with fixed adapters, refuses every client."""
         refuse_unless(is_operator(request), config)
         if not config.adapter_directories:
             remedy = "The adapters of this server are fixed. To change them while it runs, start it with"

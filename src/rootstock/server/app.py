@@ -32,7 +32,6 @@ from rootstock.server.access_rules import AccessRules
 from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
-from rootstock.server.bundle_routes import bundle_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
@@ -48,7 +47,6 @@ from rootstock.server.errors import (
 )
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
-from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
@@ -65,7 +63,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
-from rootstock.server.sessions import Sessions
+from rootstock.server.sessions import LoginSessions
 from rootstock.server.tracing import Tracing
 from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
@@ -80,8 +78,8 @@ def create_app(
 ) -> FastAPI:
     """Makes the application of several models, or of one. The caller starts and stops them.
 
-    Without `keys` reads those of the configuration. The caller closes `tracing`, too. None: requests have no spans.
-    The caller closes the store of responses, `app.state.responses`, after the engines have stopped.
+    Without `keys`, reads the keys of the configuration. The caller closes `tracing`, too. None: requests have no
+    spans. The caller closes the store of responses, `app.state.responses`, after the engines have stopped.
     Raises InvalidOption.
     """
     drain = drain or Drain()
@@ -91,7 +89,7 @@ def create_app(
     metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    sessions = Sessions()
+    sessions = LoginSessions()
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
 
@@ -126,11 +124,10 @@ def create_app(
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(adapter_routes(models, config))
-    app.include_router(embedding_routes(models, answerer, metrics))
+    app.include_router(embedding_routes(models, answerer))
     app.include_router(tokenization_routes(models, answerer))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
-    app.include_router(bundle_routes(models, responses, config))
     app.state.warmer = Warmer(models, responses)
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
@@ -159,13 +156,11 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/chat/completions")
-    async def chat(
-        body: ChatCompletionRequest, request: Request, tenant: Tenant, head: HeadHints
-    ) -> Response:
+    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
             return await answerer.answer(
-                body.model, lambda model: chat_call(model, body, tenant, head), request
+                body.model, lambda model, head: chat_call(model, body, tenant, head), request
             )
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
@@ -173,12 +168,10 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
             raise
 
     @router.post("/v1/completions")
-    async def completion(
-        body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
-    ) -> Response:
+    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
         return await answerer.answer(
-            body.model, lambda model: completion_call(model, body, tenant, head), request
+            body.model, lambda model, head: completion_call(model, body, tenant, head), request
         )
 
     return router
@@ -211,7 +204,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         elif model is not None:
             slot.card = {
                 "max_model_len": model.context_limit,
-                **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
+                **numbers_of(model.description, model.block_size, model.engine.parts.why_no_drafts),
                 **anthropic_model_fields(name, slot.created, model.context_limit),
             }
         return {

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from functools import partial
 
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.prompts.fingerprint import Comparison, EarlierNotFound
 from rootstock.engine.request import Finished
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.fields import REASONING_SWITCHES
-from rootstock.server.wire import Diagnose, Json, PreparedChat, ServedModel
+from rootstock.server.wire import Diagnose, Json
+from rootstock.text.prompts.fingerprint import Comparison, EarlierNotFound
 
 _ANTHROPIC_REASONS = {
     "model": "model_changed",
@@ -53,13 +54,11 @@ def openai_diagnose(
     return partial(openai_diagnostics, comparison=found)
 
 
-def openai_fields(diagnose: Diagnose | None, ends: Iterable[Finished]) -> Json:
-    """Returns the field that a response has if its request asks for it.
+def openai_fields(diagnose: Diagnose, ends: Iterable[Finished]) -> Json:
+    """Returns the field of a response whose request asks for it.
 
     Of several choices it tells of the one that found the fewest tokens, as the usage does.
     """
-    if diagnose is None:
-        return {}
     found = [end.diagnosis for end in ends if end.diagnosis is not None]
     told = diagnose(min(found, key=lambda diagnosis: diagnosis.cached_tokens)) if found else None
     return {"prompt_cache_diagnostics": told}
@@ -102,7 +101,7 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
     if isinstance(comparison, EarlierNotFound):
         return {"type": "comparison_response_not_found", "rootstock": cause_of(diagnosis)}
     missed = _missed(diagnosis, comparison)
-    if missed == 0:  # another request may have left what the earlier one did not
+    if missed == 0:  # another request may have cached the tokens that the earlier one did not
         return {"type": "cache_hit", "rootstock": cause_of(diagnosis)}
     if comparison.change is None:
         return {"type": "unavailable", "rootstock": cause_of(diagnosis)}

@@ -14,11 +14,9 @@ from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.clearing import Clearing
-from rootstock.engine.prompts.explained import volatile_in_words
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Cleared
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, RequestError, RootstockError
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, is_operator, may_read_prompts, may_use_model, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors, error_body, error_response
 from rootstock.server.explainer import Explainer
@@ -27,7 +25,9 @@ from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.prompt_bodies import StateRoute
-from rootstock.server.wire import ServedModel
+from rootstock.text.prompts.explained import volatile_in_words
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.tokenizer import ModelTokenizer
 
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
 VOLATILE_EXAMPLE_CHARS = 200
@@ -119,9 +119,9 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
 def _cleared(
     slots: ModelSlots, chosen: Sequence[ModelSlot], clearing: Clearing, shown: Collection[str]
 ) -> Response:
-    """Clears models, each whatever becomes of the others, and tells what was cleared of those that are shown.
+    """Clears models and answers with the cleared counts of the models in `shown`.
 
-    An error is the first failure.
+    A model is cleared even if others fail. The first failure is the error of the answer.
     """
     whole, told = Cleared(0, 0), list[dict[str, Any]]()
     failure: RootstockError | None = None

@@ -68,7 +68,7 @@ class HttpLimits:
     drain_s: float = 120.0  # in which the client takes no byte of the answer
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """The part of a request that the client's next byte belongs to."""
 
     IDLE = auto()
@@ -95,7 +95,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits or HttpLimits()
         self.timeout_keep_alive = self._limits.keep_alive_s
-        self._phase = Phase.IDLE
+        self._phase = ConnectionPhase.IDLE
         self._answering: RequestResponseCycle | None = None  # the requests in `pipeline` wait for it
         self._refusal: RootstockError | None = None  # of a callback; the parser replaces its exception
         self._head_bytes = 0
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
-            if self._phase is Phase.REFUSED or self.transport.is_closing():
+            if self._phase is ConnectionPhase.REFUSED or self.transport.is_closing():
                 return
             self._feed(data[start : start + _PIECE_BYTES])
         if self._receive_timer is None and not self.transport.is_closing():
@@ -156,7 +156,9 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or MalformedHttp(str(error)))
             return
-        if self._phase is Phase.HEAD or (self._phase is Phase.BODY and self._body_bytes == body_bytes):
+        if self._phase is ConnectionPhase.HEAD or (
+            self._phase is ConnectionPhase.BODY and self._body_bytes == body_bytes
+        ):
             self._unframed_bytes += len(piece)
         else:
             self._unframed_bytes = 0
@@ -174,7 +176,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         extensions: dict[str, Any] = {_EXTENSION: self._write_chunk}
         self.scope["extensions"] = extensions
-        self._phase = Phase.HEAD
+        self._phase = ConnectionPhase.HEAD
         self._head_bytes = self._unframed_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -183,7 +185,7 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.BODY:
+        if self._phase is ConnectionPhase.BODY:
             return  # a trailer, which a proxy may not have checked like a header
         self._head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._head_bytes > self._limits.head_bytes or len(self.headers) >= self._limits.header_fields:
@@ -198,7 +200,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         # uvicorn stops reading while requests wait, and would miss the client's end.
         self.flow.resume_reading()
-        self._phase = Phase.BODY
+        self._phase = ConnectionPhase.BODY
         self._body_bytes = self._body_pieces = self._window_start_bytes = self._unframed_bytes = 0
         self._body_start_s = self.loop.time()
 
@@ -235,7 +237,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._stop_receive_timer()
-        self._phase = Phase.IDLE
+        self._phase = ConnectionPhase.IDLE
         self._body_pieces = self._body_bytes = 0
         if self.cycle.response_complete:  # it was answered before its end
             self._unset_keepalive_if_required()
@@ -247,9 +249,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_receive_timer(self) -> None:
         limits = self._limits
-        if self._phase is Phase.HEAD:
+        if self._phase is ConnectionPhase.HEAD:
             self._receive_timer = self.loop.call_later(limits.head_s, self._head_is_late)
-        elif self._phase is Phase.BODY and not self.cycle.response_complete:
+        elif self._phase is ConnectionPhase.BODY and not self.cycle.response_complete:
             self._receive_timer = self.loop.call_later(limits.body_window_s, self._body_window_ends)
 
     def _stop_receive_timer(self) -> None:
@@ -293,9 +295,9 @@ class Connection(HttpToolsProtocol):
 
         If earlier requests wait for answers, these are sent first, and the connection closes without the error.
         """
-        if self._phase is Phase.REFUSED or self.transport.is_closing():
+        if self._phase is ConnectionPhase.REFUSED or self.transport.is_closing():
             return
-        receiving = self.cycle if self._phase is Phase.BODY else None
+        receiving = self.cycle if self._phase is ConnectionPhase.BODY else None
         if receiving is not None and receiving is not self._answering:
             self.pipeline.popleft()  # the newest
             receiving = None
@@ -324,7 +326,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _end_receiving(self) -> None:
-        self._phase = Phase.REFUSED
+        self._phase = ConnectionPhase.REFUSED
         self._stop_receive_timer()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()  # to discard further bytes and notice the client's end
@@ -355,9 +357,9 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._start_drain_timer()
-        elif self._phase is not Phase.IDLE:
+        elif self._phase is not ConnectionPhase.IDLE:
             self._unset_keepalive_if_required()
-            if self._phase is Phase.BODY and self.cycle.response_complete:
+            if self._phase is ConnectionPhase.BODY and self.cycle.response_complete:
                 self._stop_receive_timer()
                 self._receive_timer = self.loop.call_later(self._limits.discard_s, self._close)
 

@@ -48,20 +48,6 @@ def read_warm_file(option: str, path: Path) -> Iterator[DeclaredPrompt]:
         raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
 
 
-def read_prefix_file(option: str, path: Path) -> DeclaredPrompt:
-    """Reads one prompt: an entry as a line of a warm file has it, or a list of messages. Raises InvalidOption."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_LINE_BYTES + 1)
-    except OSError as error:
-        raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
-    if len(content) > MAX_LINE_BYTES:
-        raise InvalidOption(option, str(path), f"at most {MAX_LINE_BYTES // MIB} MiB long")
-    if content.lstrip().startswith(b"["):
-        content = b'{"messages": ' + content + b"}"
-    return _parsed(option, str(path), content)
-
-
 def check_warm_file(option: str, path: Path) -> None:
     """Reads a whole file. Raises InvalidOption at the first line that is wrong."""
     for _ in read_warm_file(option, path):

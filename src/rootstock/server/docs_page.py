@@ -126,7 +126,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, str, str]]) -> str:
 def _fields_of(
     schema: Json, document: Json, prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields a row for each field of a body, and for those of its objects."""
+    """Yields a row for each field of a body and of the objects in it."""
     found = _object_in(schema, document)
     required = found.get("required", ())
     for name, field in sorted(found.get("properties", {}).items(), key=lambda item: item[0] not in required):

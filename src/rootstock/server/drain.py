@@ -6,8 +6,7 @@ The guard counts the requests that change or compute something. Probes and other
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 _POLL_S = 0.05
 
@@ -24,17 +23,8 @@ class Drain:
         self.timeout_s = timeout_s
         self._announce = announce
         self.is_draining = False
-        self.running = 0  # requests
+        self.running = 0  # requests, which the guard counts
         self._ended = False
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts a request while it is answered."""
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
 
     def end(self) -> None:
         """Ends the wait for running requests at once."""

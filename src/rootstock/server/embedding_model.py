@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rootstock.engine.embedding import EmbeddingEngine
+from rootstock.pipeline.model import ServedModel
 from rootstock.runtime.base import Embedder, EmbedderDescription
-from rootstock.server.wire import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ MODEL_ROUTE = (404, 415, 429)  # further ones, of a route with a body that names
 
 
 def documented_errors(*more: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """Returns the error statuses of a route for the OpenAPI document: those of any route, and `more`."""
+    """Returns the error statuses of a route for the OpenAPI document: the common ones, and `more`."""
     return {
         status: {"model": body, "description": _MEANINGS[status]} for status in sorted({*_ANY_ROUTE, *more})
     }
@@ -131,7 +131,7 @@ def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONR
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case Unauthorized():
             headers["WWW-Authenticate"] = "Bearer"
-            # Claude Code repeats a request that was refused for its key for minutes, unless it is told.
+            # Without this header, Claude Code repeats a request with a refused key for minutes.
             headers["X-Should-Retry"] = "false"
         case WebSocketRefused():
             headers |= {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"}  # the protocol to use instead
@@ -219,7 +219,7 @@ def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError
 
 
 def _wrong_parameter(errors: Sequence[Mapping[str, Any]]) -> RootstockError:
-    """Makes one error of those of a parameter beside the body."""
+    """Makes one error of the validation errors of a parameter outside the body."""
     first = errors[0]
     name = str(first["loc"][1])
     if first["type"] == "missing":

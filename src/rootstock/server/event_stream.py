@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
+from rootstock.engine.request import Aborted, Failed, Finished, PromptScored, Usage
 from rootstock.errors import RootstockError, StepFailed
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import meter_of
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, SendText, total_usage
+from rootstock.server.hints.headers import HINT_HEADERS, NO_HEAD, HeaderHints, header_hints
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
-from rootstock.server.request_report import RequestReport
-from rootstock.server.wire import Call, ChoiceHistory, Json, ServedModel
+from rootstock.server.request_info import MAX_NAME_CHARS, RequestInfo, info_of
+from rootstock.server.wire import ApiCall, ChoiceHistory, Json
 
 log = logging.getLogger(__name__)
 
@@ -45,52 +49,63 @@ class Answerer:
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
     async def answer(
-        self, asked: str | None, make_call: Callable[[ServedModel], Call], request: HttpRequest
+        self,
+        asked: str | None,
+        make_call: Callable[[ServedModel, HeaderHints], ApiCall],
+        request: HttpRequest,
     ) -> Response:
         """Answers the call that `make_call` renders and tokenizes for the asked model, on another thread.
 
+        It also gets the hints of the request's head.
+
         Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
-        report = RequestReport(request, self._metrics)
-        meter = meter_of(request)
+        info, meter = info_of(request), meter_of(request)
         generation = Generation(self._bridge_of_this_loop(), meter)
+        info.measured = generation.measured
 
-        def begin(model: ServedModel) -> Call:
-            call = make_call(model)
+        head = NO_HEAD
+        if any(name in HINT_HEADERS for name, _ in request.scope["headers"]):
+            head = header_hints(request.headers)
+
+        def begin(model: ServedModel) -> ApiCall:
+            call = make_call(model, head)
             call.refuse_too_many_logprobs(model.context_limit)
-            meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
-            generation.submit(model.engine, report.submitted(call))
-            self._metrics.dropped(call.dropped)
-            self._metrics.tools_ignored(call.ignored_tools)
-            self._metrics.media_mentioned(call.media)
+            if meter is not None:
+                meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
+            if call.next_turn is not None:
+                generation.said = []
+            info.call, info.submitted_ns = call, time.time_ns()
+            generation.submit(model.engine, [replace(one, http_id=info.id) for one in call.requests])
             return call
 
         try:
             try:
                 use = await self._models.use(asked, request)
                 generation.on_close(use.end)
-                generation.measure(report.timing(use.model.parent or use.model.name, asked))
+                info.model = use.model.parent or use.model.name
+                info.asked_model = (asked or "")[:MAX_NAME_CHARS]
                 # One switch to another thread, not two.
                 call = await self._models.queue.run(request, lambda: begin(use.model))
                 if call.stream:
-                    stream = partial(self._stream, call, generation, report)
+                    stream = partial(self._stream, call, generation, info)
                     return EventStream(generation, stream, call.headers)
                 generation.watch(request.receive)
-                answer = await self._whole(call, generation, report)
+                answer = await self._whole(call, generation, info)
             except BaseException:
                 generation.close()
                 raise
             generation.close()
             return answer
         except RootstockError as error:
-            report.failed(error)
+            info.failed(error)
             self._metrics.refused(error)
             raise
         except (ClientGone, asyncio.CancelledError):
-            report.disconnected()
+            info.disconnected()
             raise
 
-    async def _whole(self, call: Call, generation: Generation, report: RequestReport) -> Response:
+    async def _whole(self, call: ApiCall, generation: Generation, info: RequestInfo) -> Response:
         histories = [ChoiceHistory() for _ in call.requests]
         while events := await generation.next():
             for index, event in events:
@@ -98,7 +113,7 @@ class Answerer:
                 histories[index].add(event)
         ends = [history.end for history in histories if history.end is not None]
         usage = total_usage(ends, call.choices_per_prompt)
-        report.answered(call, ends, usage)
+        _answered(info, call, generation, ends, usage)
 
         # Parsing the calls of a long answer takes up to a microsecond per character.
         is_long = sum(history.chars for history in histories) >= LONG_ANSWER_CHARS
@@ -142,9 +157,9 @@ class Answerer:
 
     async def _stream(
         self,
-        call: Call,
+        call: ApiCall,
         generation: Generation,
-        report: RequestReport,
+        info: RequestInfo,
         send: SendText,
         write: WriteChunk | None,
     ) -> str:
@@ -201,16 +216,16 @@ class Answerer:
             usage = total_usage(in_order, call.choices_per_prompt)
             last = text + writer.end(in_order, usage)
         except (ClientGone, asyncio.CancelledError, OSError):
-            report.disconnected()
+            info.disconnected()
             raise
         except Exception as error:
             # The status has been sent: the error goes into the stream, after the text that precedes it.
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
-            report.failed(error)
+            info.failed(error)
             return text + writer.error(error)
-        report.answered(call, in_order, usage)
+        _answered(info, call, generation, in_order, usage)
         return last
 
     def _bridge_of_this_loop(self) -> Bridge:
@@ -220,6 +235,15 @@ class Answerer:
                 self._bridge.close()
             self._bridge = Bridge(loop)
         return self._bridge
+
+
+def _answered(
+    info: RequestInfo, call: ApiCall, generation: Generation, ends: Sequence[Finished], usage: Usage
+) -> None:
+    """Notes an answer. The reports about it are made after the response."""
+    info.outcome, info.ends, info.usage = "ok", tuple(ends), usage
+    if call.next_turn is not None and generation.said is not None:
+        info.next_turn = partial(call.next_turn, generation.said)
 
 
 class EventStream(Response):

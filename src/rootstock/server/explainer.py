@@ -15,13 +15,14 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
-from rootstock.engine.conversation.types import Medium
-from rootstock.engine.conversation.volatile_heads import DroppedHead
-from rootstock.engine.prompts.explained import explained_in_words, text_before
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.access import caller_of, refuse_unless
 from rootstock.server.models import ModelRegistry
-from rootstock.server.wire import Json, PreparedChat, ServedModel
+from rootstock.server.wire import Json
+from rootstock.text.conversation.types import Medium
+from rootstock.text.conversation.volatile_heads import DroppedHead
+from rootstock.text.prompts.explained import explained_in_words, text_before
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 EXPLAIN = "/v1/cache/explain"
 

@@ -32,16 +32,7 @@ class Buckets:
 
     def add(self, other: Buckets) -> None:
         """Adds the observations of another histogram with the same bounds."""
-        # In place: histograms that were merged into this one share the list.
-        self._cells[:] = [mine + its for mine, its in zip(self._cells, list(other._cells), strict=True)]
-
-    def merge_into(self, other: Buckets) -> None:
-        """Moves the observations to another histogram. Those that come later count there as well.
-
-        The other one must not be merged into a third one.
-        """
-        other.add(self)
-        self._cells = other._cells
+        self._cells = [mine + its for mine, its in zip(self._cells, list(other._cells), strict=True)]
 
     def sampled(self, bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
         """Returns the cumulative counts up to some of the bounds and infinity, and the sum."""

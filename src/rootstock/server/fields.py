@@ -13,10 +13,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.conversation.template import refuse_unread_variables
-from rootstock.engine.conversation.types import IgnoredField
-from rootstock.engine.limits import (
+from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.errors import InvalidParameter, RequestError, shown
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.conversation.template import refuse_unread_variables
+from rootstock.text.conversation.types import IgnoredField
+from rootstock.text.limits import (
     MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
     MAX_REPETITION_PENALTY,
@@ -27,14 +30,11 @@ from rootstock.engine.limits import (
     MIN_REPETITION_PENALTY,
     refuse_surrogates,
 )
-from rootstock.engine.request import ResolvedSampling, StopParams
-from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.errors import InvalidParameter, RequestError, shown
 
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # for reasoning: a template has one of them, or none
 _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
-# Levels that clients know. A template knows those of its model, of which "high" is usually the last one.
+# Levels that clients know. A template knows the levels of its model. The last of them is usually "high".
 EFFORTS = (_NO_EFFORT, "minimal", "low", "medium", "high", "xhigh", "max")
 _USUAL_EFFORTS = ("low", "medium", "high")
 USUAL_VERBOSITY = "medium"
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value asks for nothing, whatever the field: null, or an empty text, list or object."""
+    """Returns whether a value asks for nothing in any field: null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from rootstock.errors import EngineStopped, RootstockError
 from rootstock.server.connection import WriteChunk
 from rootstock.server.errors import ClientGone
 from rootstock.server.rate_limits import Meter
-from rootstock.server.request_metrics import Series, Timing
+from rootstock.server.request_info import Measured
 
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
 Shortcut = Callable[[list[Indexed]], bool]  # returns whether it took them: all or none
@@ -176,12 +177,13 @@ class Generation:
     """
 
     def __init__(self, bridge: Bridge, meter: Meter | None = None) -> None:
-        self._meter = meter or Meter()
+        self._meter = meter  # None: its tenant has no limits
         self.requests: tuple[Request, ...] = ()
         self._engine: Engine | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._bridge = bridge
-        self._timing = Timing(Series())
+        self.measured = Measured()
+        self.said: list[str] | None = None  # texts of the answer's tokens; None: they are not read
         self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
         self._error: RootstockError | None = None  # raised after the events that precede it
@@ -205,10 +207,6 @@ class Generation:
         at_close, self._at_close = self._at_close, lambda: None
         at_close()
 
-    def measure(self, timing: Timing) -> None:
-        """Makes the generation observe its requests. Call it before `submit`."""
-        self._timing = timing
-
     def on_close(self, function: Callable[[], None]) -> None:
         """Makes `close` call a function, once, on the loop's thread."""
         self._at_close = function
@@ -220,7 +218,7 @@ class Generation:
         """
         self._bridge.connect(engine)
         self._engine, self.requests = engine, tuple(requests)
-        self._timing.submitted(len(self.requests))
+        self.measured.requests, self.measured.submitted_at = len(self.requests), time.monotonic()
         for index, request in enumerate(self.requests):
             engine.submit(request, self._sink(index))
             self._open.add(index)
@@ -231,7 +229,8 @@ class Generation:
         for index in tuple(self._open):
             assert self._engine is not None, "no request is open before it was submitted"
             self._engine.abort(self.requests[index].id)
-        self._timing.ended("abort", len(self._open))
+        if self._open:
+            self.measured.unanswered["abort"] += len(self._open)
         self._open.clear()
 
     def _sink(self, index: int) -> Callable[[Event], None]:
@@ -257,7 +256,6 @@ class Generation:
 
         The shortcut takes tokens only. `next` returns the events that it refuses or fails at.
         """
-        timing = self._timing
 
         def timed(events: list[Indexed]) -> bool:
             try:
@@ -265,11 +263,12 @@ class Generation:
                     return False
             except Exception:  # is raised again, and handled, in the task that awaits `next`
                 return False
-            timing.tokens(events)
-            for index, event in events:
-                if isinstance(event, TokenEvent):
-                    self._meter.admitted(index, event.cached_tokens)
-            self._meter.generated(len(events))
+            self._arrived(events)
+            if self._meter is not None:
+                for index, event in events:
+                    if isinstance(event, TokenEvent):
+                        self._meter.admitted(index, event.cached_tokens)
+                self._meter.generated(len(events))
             return True
 
         self._mailbox.offer_to(timed)
@@ -288,11 +287,12 @@ class Generation:
         if not self._open:
             return []
         events = await self._take()
-        self._timing.tokens([each for each in events if isinstance(each[1], TokenEvent)])
+        self._arrived([each for each in events if isinstance(each[1], TokenEvent)])
         for at, (index, event) in enumerate(events):
             if isinstance(event, TokenEvent):
-                self._meter.admitted(index, event.cached_tokens)
-                self._meter.generated(1)
+                if self._meter is not None:
+                    self._meter.admitted(index, event.cached_tokens)
+                    self._meter.generated(1)
                 continue
             self._error = self._ended(index, event)
             if self._error is not None:
@@ -300,6 +300,14 @@ class Generation:
                     raise self._error
                 return events[:at]
         return events
+
+    def _arrived(self, tokens: list[Indexed]) -> None:
+        """Notes the arrival of events, all of which are tokens."""
+        now = time.monotonic()
+        self.measured.token_times.extend([now] * len(tokens))
+        self.measured.token_requests.extend([index for index, _ in tokens])
+        if self.said is not None:
+            self.said += [event.text for _, event in tokens if isinstance(event, TokenEvent)]
 
     async def _take(self) -> list[Indexed]:
         while True:
@@ -315,15 +323,18 @@ class Generation:
         match event:
             case Finished():
                 self._open.discard(index)
-                self._timing.finished(event, self.requests[index].stop.max_tokens)
-                self._meter.admitted(index, event.usage.cached_tokens)  # an answer may have no tokens
+                self.measured.finished.append((event, self.requests[index].stop.max_tokens))
+                if self.said is not None:
+                    self.said.append(event.text)
+                if self._meter is not None:  # an answer may have no tokens
+                    self._meter.admitted(index, event.usage.cached_tokens)
             case Failed(error=error):
                 self._open.discard(index)
-                self._timing.ended("error", 1)
+                self.measured.unanswered["error"] += 1
                 return error
             case Aborted():  # not by this generation, which still reads
                 self._open.discard(index)
-                self._timing.ended("abort", 1)
+                self.measured.unanswered["abort"] += 1
                 return EngineStopped("The request was cancelled on the server")
             case _:
                 pass
@@ -333,7 +344,7 @@ class Generation:
 def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:
     """Adds up the usage of one HTTP request.
 
-    The tokens of a prompt count once for all of its choices. Cached tokens are those of the choice with the fewest.
+    The tokens of a prompt count once for all of its choices. A prompt's cached tokens are the fewest of its choices.
     """
     prompts = [ends[at : at + choices_per_prompt] for at in range(0, len(ends), choices_per_prompt)]
     return Usage(

@@ -33,7 +33,7 @@ class Late:
     make: Callable[[], Any]
 
 
-class Kept:
+class KeptPieces:
     """An iterator's pieces, made once and kept for every later iteration."""
 
     def __init__(self, pieces: Iterator[str]) -> None:

@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
 
-# On every answer, also on those of the connection itself. Pages of other origins cannot load an answer as an image,
-# a script or the like; what the CORS headers of allowed origins let them read is not affected.
+# On every answer, also on those that the connection itself sends. Pages of other origins cannot load an answer as an
+# image, a script or the like. The CORS headers of allowed origins still let their pages read answers.
 _HEADERS_OF_ALL = [("X-Content-Type-Options", "nosniff"), ("Cross-Origin-Resource-Policy", "same-origin")]
 
 
-class Stops(Protocol):
+class Stoppable(Protocol):
     """An engine, or the models of a server."""
 
     def stop(self) -> None: ...
@@ -62,7 +62,7 @@ def url_of(taken: socket.socket) -> str:
 
 def serve(
     app: FastAPI,
-    engine: Stops,
+    engine: Stoppable,
     taken: socket.socket,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
@@ -86,7 +86,7 @@ def serve(
 @contextlib.contextmanager
 def running(
     app: FastAPI,
-    engine: Stops,
+    engine: Stoppable,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: HttpLimits | None = None,
@@ -137,7 +137,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: Stops,
+        engine: Stoppable,
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,
@@ -173,7 +173,7 @@ class _Server(uvicorn.Server):
         waking = asyncio.create_task(_wake_for_signals())
         try:
             if self._drains:
-                # Connections are accepted meanwhile: probes and clients are told.
+                # Connections are still accepted, so that probes and clients learn that the server drains.
                 await self._drain.run()
                 self._drains = False
             self._on_stop()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rootstock.engine.request import Logprobs, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.wire import Json
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _ENTRIES_PER_PIECE = 512  # less than a millisecond of encoding

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,18 +16,16 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from rootstock.cache.stats import CacheStats
-from rootstock.engine.conversation.types import Medium
-from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
 from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
-from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
+from rootstock.server.request_info import RequestInfo
+from rootstock.server.request_metrics import Labelled, RequestMetrics, add_requests
 from rootstock.server.vllm_metrics import (
     add_vllm_adapters,
     add_vllm_drafts,
@@ -35,6 +33,8 @@ from rootstock.server.vllm_metrics import (
     add_vllm_engine,
     add_vllm_requests,
 )
+from rootstock.server.wire import ApiCall
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -94,33 +94,32 @@ class Metrics:
             registry.register(own)
             registry.register(_ScrapeCollector(models, self._of_requests, labelled, response_store))
 
-    def timing(self, model: str, tenant: str) -> Timing:
-        """Returns the metrics of an HTTP request. Call it on the event loop's thread."""
-        return self._of_requests.timing(model, tenant)
-
-    def answered(self, route: str, outcome: str) -> None:
-        """Counts the end of an HTTP request: "ok", "error" or "disconnected"."""
-        self.requests.labels(route, outcome).inc()
-
-    def failed(self, route: str, error: RootstockError) -> None:
-        """Counts an error of an HTTP request."""
-        self.errors.labels(route, error.code).inc()
+    def observe(self, info: RequestInfo) -> None:
+        """Counts a request that has ended. Call it on the event loop's thread."""
+        if info.outcome is not None:
+            self.requests.labels(info.route, info.outcome).inc()
+            if info.model:
+                self._of_requests.observe(info)
+            if info.call is not None:
+                self._left_out(info.call)
+        if info.outcome == "error":
+            self.errors.labels(info.route, info.error).inc()
+        elif info.refusal is not None:
+            self.errors.labels(info.route, info.refusal.code).inc()
 
     def responded(self, route: str, method: str, status: int) -> None:
         """Counts a response, of any route, by the names that vLLM's server has for it."""
         self.responses.labels(route, method, f"{status // 100}xx").inc()
 
-    def dropped(self, heads: Iterable[DroppedHead]) -> None:
-        for head in heads:
+    def _left_out(self, call: ApiCall) -> None:
+        """Counts the parts of a request that the model does not see."""
+        for head in call.dropped:
             self.dropped_blocks.labels(head.begins).inc()
             self.dropped_chars.labels(head.begins).inc(head.chars)
 
-    def tools_ignored(self, types: Iterable[str]) -> None:
-        for type in types:
+        for type in call.ignored_tools:
             self.ignored_tools.labels(type).inc()
-
-    def media_mentioned(self, media: Iterable[Medium]) -> None:
-        for kind, count in Tally(medium.kind for medium in media).items():
+        for kind, count in Tally(medium.kind for medium in call.media).items():
             self.unread_media.labels(kind).inc(count)
 
     def refused(self, error: RootstockError) -> None:
@@ -178,7 +177,7 @@ class _ScrapeCollector(Collector):
                 "cache_dtype": model.description.kv_dtype,
             }
             add_vllm_engine(families, stats, config, vllm_labels)
-            if model.engine.why_no_drafts is None:
+            if model.engine.parts.why_no_drafts is None:
                 add_vllm_drafts(families, stats.counters, vllm_labels)
             if stats.adapters is not None:
                 add_vllm_adapters(families, stats.adapters, vllm_labels)

@@ -30,7 +30,7 @@ def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
 
 
 def anthropic_model_fields(name: str, created_s: int, context_limit: int | None) -> dict[str, Any]:
-    """Returns the fields of a model in Anthropic's API. The object has those of OpenAI's, too.
+    """Returns the fields of a model in Anthropic's API. The object has the fields of OpenAI's API, too.
 
     `context_limit` is None until the model is loaded.
     """
@@ -87,7 +87,7 @@ def families_in_words(families: Sequence[Family]) -> str:
 
 
 def dtypes_in_words(description: ModelDescription) -> str:
-    """Returns the dtype of computation, and that of rounded weights."""
+    """Returns the dtype of computation, and the dtype of quantized weights."""
     if description.quantize == "none":
         return description.dtype
     return f"{description.dtype} with {description.quantize} weights"

@@ -34,9 +34,9 @@ from rootstock.errors import (
     QueueFull,
     RootstockError,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
-from rootstock.server.wire import ServedModel
 from rootstock.tiers.disk.tier import clear_directory
 
 log = logging.getLogger(__name__)
@@ -53,32 +53,32 @@ Load = Callable[[ServedModelConfig], AnyModel]  # makes a model whose engine was
 
 
 @dataclass(slots=True)
-class Unloaded:
+class UnloadedSlot:
     error: RootstockError | None = None  # of the last try to load it
     retry_at: float = 0.0
 
 
 @dataclass(slots=True)
-class Loading:
+class LoadingSlot:
     done: Future[None]
     awaited: int = 0  # requests that will use the model
-    loaded: Loaded | None = None  # what became of it
+    loaded: LoadedSlot | None = None  # the model, once its load has succeeded
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedSlot:
     model: AnyModel
     uses: int = 0  # requests
     idle_since: float = 0.0
 
 
 @dataclass(slots=True)
-class Unloading:
+class UnloadingSlot:
     done: Future[None]
     held: list[AnyModel]  # the model, until its engine is being stopped
 
 
-State = Unloaded | Loading | Loaded | Unloading
+State = UnloadedSlot | LoadingSlot | LoadedSlot | UnloadingSlot
 
 
 class ModelSlot:
@@ -101,7 +101,7 @@ class ModelSlot:
     def model(self) -> AnyModel | None:
         """The model, if it is loaded."""
         state = self.state
-        return state.model if isinstance(state, Loaded) else None
+        return state.model if isinstance(state, LoadedSlot) else None
 
     @property
     def loaded(self) -> ServedModel | None:
@@ -119,13 +119,13 @@ class ModelSlot:
     def status(self) -> str:
         state = self.state
         match state:
-            case Loaded():
+            case LoadedSlot():
                 return "loaded"
-            case Loading():
+            case LoadingSlot():
                 return "loading"
-            case Unloading():
+            case UnloadingSlot():
                 return "unloading"
-            case Unloaded():
+            case UnloadedSlot():
                 return "unloaded" if state.error is None else "failed"
             case _:
                 assert_never(state)
@@ -214,7 +214,7 @@ class ModelSlots:
         try:
             for slot in self.all:
                 if slot.config is not None and slot.config.load == "start":
-                    slot.state = Loading(Future())
+                    slot.state = LoadingSlot(Future())
                     self._finish_loading(slot, self._loaded(slot))
         except BaseException:
             self.stop()
@@ -227,13 +227,13 @@ class ModelSlots:
         with self._lock:
             self._stopping = True
             models = [slot.model for slot in self.all]
-            waited = [slot.state.done for slot in self.all if isinstance(slot.state, Loading)]
+            waited = [slot.state.done for slot in self.all if isinstance(slot.state, LoadingSlot)]
             ending = list[Future[None]]()
             for state in (slot.state for slot in self.all):
-                if isinstance(state, Unloading) and state.held:  # the thread has not come to it
+                if isinstance(state, UnloadingSlot) and state.held:  # the thread has not come to it
                     models.append(state.held.pop())
                     waited.append(state.done)
-                elif isinstance(state, Unloading):
+                elif isinstance(state, UnloadingSlot):
                     ending.append(state.done)
         for done in waited:
             if not done.done():
@@ -258,25 +258,25 @@ class ModelSlots:
                 raise EngineStopped
             state = slot.state
             match state:
-                case Loaded():
+                case LoadedSlot():
                     state.uses += 1
                     return ModelUse(state.model, lambda: self._end_use(slot, state))
-                case Loading():
+                case LoadingSlot():
                     return self._awaited(slot, state)
-                case Unloading():
+                case UnloadingSlot():
                     return AwaitedModel(state.done, lambda: None)
-                case Unloaded():
+                case UnloadedSlot():
                     left_s = state.retry_at - self._clock()
                     if state.error is not None and left_s > 0:
                         raise ModelUnavailable(slot.name, state.error.code, left_s)
-                    slot.state = loading = Loading(Future())
+                    slot.state = loading = LoadingSlot(Future())
                     awaited = self._awaited(slot, loading)
                 case _:
                     assert_never(state)
         self._tasks.put(lambda: self._load(slot))
         return awaited
 
-    def _awaited(self, slot: ModelSlot, loading: Loading) -> AwaitedModel:
+    def _awaited(self, slot: ModelSlot, loading: LoadingSlot) -> AwaitedModel:
         """Counts a request that waits for a load. Under the lock."""
         loading.awaited += 1
 
@@ -290,7 +290,7 @@ class ModelSlots:
 
         return AwaitedModel(loading.done, end)
 
-    def _end_use(self, slot: ModelSlot, state: Loaded) -> None:
+    def _end_use(self, slot: ModelSlot, state: LoadedSlot) -> None:
         with self._lock:
             state.uses -= 1
             if state.uses:
@@ -320,21 +320,21 @@ class ModelSlots:
         """
         with self._lock:
             state = slot.state
-            if isinstance(state, Unloading):
+            if isinstance(state, UnloadingSlot):
                 return state.done
-            if isinstance(state, Unloaded):
-                slot.state = Unloaded()  # forgets a failure
+            if isinstance(state, UnloadedSlot):
+                slot.state = UnloadedSlot()  # forgets a failure
                 return None
-            if not isinstance(state, Loaded) or state.uses or slot.config is None:
+            if not isinstance(state, LoadedSlot) or state.uses or slot.config is None:
                 raise ModelBusy(slot.name)
-            slot.state = unloading = Unloading(Future(), [state.model])
+            slot.state = unloading = UnloadingSlot(Future(), [state.model])
         self._tasks.put(lambda: self._unload(slot, unloading))
         return unloading.done
 
     def clear(self, slot: ModelSlot, clearing: Clearing) -> Cleared:
         """Removes the cached prefixes of a model, loaded or not. Waits for the end of its load or unload.
 
-        Raises ClearUnderWay, ClearFailed and EngineStopped. Not for an event loop.
+        Raises ClearUnderWay, ClearFailed and EngineStopped. Do not call it on an event loop.
         """
         model = slot.loaded
         if model is not None:
@@ -396,7 +396,7 @@ class ModelSlots:
             times = [
                 state.idle_since + slot.config.idle_unload_s
                 for slot in self.all
-                if isinstance(state := slot.state, Loaded)
+                if isinstance(state := slot.state, LoadedSlot)
                 and not state.uses
                 and slot.config is not None
                 and slot.config.idle_unload_s is not None
@@ -411,7 +411,7 @@ class ModelSlots:
             for slot in self._idle()
             if slot.config is not None
             and slot.config.idle_unload_s is not None
-            and isinstance(slot.state, Loaded)
+            and isinstance(slot.state, LoadedSlot)
             and slot.state.idle_since + slot.config.idle_unload_s <= now
         ]
 
@@ -421,7 +421,7 @@ class ModelSlots:
             found = [
                 (state.idle_since, place, slot)
                 for place, slot in enumerate(self.all)
-                if isinstance(state := slot.state, Loaded)
+                if isinstance(state := slot.state, LoadedSlot)
                 and not state.uses
                 and slot.config is not None
                 and not slot.config.pin
@@ -459,14 +459,14 @@ class ModelSlots:
 
     def _finish_loading(self, slot: ModelSlot, model: AnyModel) -> None:
         state = slot.state
-        assert isinstance(state, Loading)
+        assert isinstance(state, LoadingSlot)
         with self._lock:
             slot.task = "embed" if isinstance(model, EmbeddingModel) else "generate"
             if stopping := self._stopping:
-                slot.state = Unloaded()
+                slot.state = UnloadedSlot()
             else:
                 model.engine.start(self._device)
-                slot.state = state.loaded = Loaded(model, state.awaited, self._clock())
+                slot.state = state.loaded = LoadedSlot(model, state.awaited, self._clock())
         if stopping:
             model.engine.stop()
         elif not state.done.done():
@@ -475,9 +475,9 @@ class ModelSlots:
     def _fail(self, slot: ModelSlot, error: RootstockError) -> None:
         log.error("the model %r could not be loaded: %s", slot.name, error, exc_info=error)
         state = slot.state
-        assert isinstance(state, Loading)
+        assert isinstance(state, LoadingSlot)
         with self._lock:
-            slot.state = Unloaded(error, self._clock() + RETRY_S)
+            slot.state = UnloadedSlot(error, self._clock() + RETRY_S)
         if not state.done.done():
             state.done.set_result(None)  # those who wait ask again, and get the error
 
@@ -485,14 +485,14 @@ class ModelSlots:
         """Unloads a model if it is still idle. For the thread."""
         with self._lock:
             state = slot.state
-            if not isinstance(state, Loaded) or state.uses:
+            if not isinstance(state, LoadedSlot) or state.uses:
                 return False
-            slot.state = unloading = Unloading(Future(), [state.model])
+            slot.state = unloading = UnloadingSlot(Future(), [state.model])
         del state
         self._unload(slot, unloading)
         return True
 
-    def _unload(self, slot: ModelSlot, unloading: Unloading) -> None:
+    def _unload(self, slot: ModelSlot, unloading: UnloadingSlot) -> None:
         """Stops an engine, which writes its cache to the tiers, and frees the memory.
 
         Takes the model out of `held`, so that no caller's variable keeps its memory.
@@ -509,12 +509,12 @@ class ModelSlots:
         except Exception:
             log.exception("the engine of the model %r did not stop cleanly", slot.name)
         with self._lock:
-            slot.state = Unloaded()
+            slot.state = UnloadedSlot()
         engine = weakref.ref(model.engine)
         del model
         for follower in self._unload_followers:
             follower()
-        gc.unfreeze()  # what was loaded at the start is garbage now, too
+        gc.unfreeze()  # objects that were loaded at the start are garbage now, too
         gc.collect()
         if engine() is None:
             gc.freeze()  # else a page still reads from the engine: frozen, its cycles would never be collected

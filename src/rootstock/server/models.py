@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from rootstock.cache.families import FullAttention
 from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
@@ -18,11 +17,6 @@ from rootstock.engine.activity import MIN_MISSED_TOKENS
 from rootstock.engine.build import Assembly
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.embedding import EmbeddingEngine
-from rootstock.engine.limits import refuse_surrogates
-from rootstock.engine.output.detect import detect, named, visible_tokens
-from rootstock.engine.prompts.fingerprint import Fingerprints
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
 from rootstock.errors import (
     EngineStopped,
@@ -32,14 +26,23 @@ from rootstock.errors import (
     ModelNotLoaded,
     Unsupported,
 )
+from rootstock.pipeline.model import ChatRules, ServedModel
 from rootstock.runtime.base import Embedder
 from rootstock.server.access import refuse_model_of_others
 from rootstock.server.embedding_model import AnyModel, EmbeddingModel
 from rootstock.server.errors import ClientGone
-from rootstock.server.model_slots import AwaitedModel, Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
-from rootstock.server.next_turns import NextTurns
+from rootstock.server.model_slots import (
+    AwaitedModel,
+    LoadedSlot,
+    ModelSlot,
+    ModelSlots,
+    ModelUse,
+    UnloadedSlot,
+)
 from rootstock.server.request_bodies import PreparationQueue
-from rootstock.server.wire import ServedModel
+from rootstock.text.limits import refuse_surrogates
+from rootstock.text.prompts.fingerprint import Fingerprints
+from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 
 T = TypeVar("T")
 LoadModel = Callable[[ServedModelConfig], Assembly | Embedder]
@@ -51,45 +54,26 @@ def served_model(
     made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
 ) -> ServedModel:
     """Makes the model of an engine. The caller starts and stops the engine. Raises InvalidOption."""
-    engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
-    prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    engine = made.engine
+    rules = ChatRules(
+        config.parse_special_tokens,
+        config.tool_parser if own is None else own.tool_parser,
+        config.drop_volatile,
+        refuses_media=((own and own.media) or config.media) == "refuse",
+    )
+    model = ServedModel.of(made, rules, None if own is None else own.name, fingerprints=fingerprints)
     if config.public_prompts is not None:
         engine.public_heads = public_heads(
             read_public_prompts(config.public_prompts),
-            prompts,
+            model.tokenizer,
             parse=config.parse_special_tokens,
             drop_volatile=config.drop_volatile,
         )
     if config.dashboard:
         engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
-    next_turns = None
     if engine.constraints is not None:
         engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
-    if engine.idle_prefills is not None:
-        next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
-    tool_parser = config.tool_parser if own is None else own.tool_parser
-    output = detect(tokenizer) if tool_parser == "auto" else named(tool_parser, tokenizer)
-    return ServedModel(
-        made.description.name if own is None else own.name,
-        made.description.vocab_size,
-        prompts,
-        made.defaults,
-        engine.context_limit,
-        engine.config.max_batch + engine.config.max_queue,
-        engine,
-        made.description,
-        made.block_size,
-        config.parse_special_tokens,
-        wants_boundaries=not all(isinstance(family, FullAttention) for family in families),
-        constraints=engine.constraints,
-        output=output,
-        visible_tokens=visible_tokens(output, tokenizer),
-        reuses_prefixes=engine.reuses_prefixes,
-        drop_volatile=config.drop_volatile,
-        refuses_media=((own and own.media) or config.media) == "refuse",
-        fingerprints=fingerprints,
-        next_turns=next_turns,
-    )
+    return model
 
 
 class ModelRegistry:
@@ -114,7 +98,7 @@ class ModelRegistry:
     def of_one(made: Assembly, config: ServerConfig) -> ModelRegistry:
         """Makes the registry of one model that is always loaded. The caller starts and stops its engine."""
         model = served_model(made, config, Fingerprints())
-        slots = ModelSlots([ModelSlot(model.name, None, Loaded(model))])
+        slots = ModelSlots([ModelSlot(model.name, None, LoadedSlot(model))])
         return ModelRegistry(slots, config, made.engine.config)
 
     @staticmethod
@@ -140,7 +124,7 @@ class ModelRegistry:
             return model
 
         slots = ModelSlots(
-            [ModelSlot(own.name, own, Unloaded()) for own in models],
+            [ModelSlot(own.name, own, UnloadedSlot()) for own in models],
             loaded,
             DeviceThread(),
             budget,
@@ -194,7 +178,7 @@ class ModelRegistry:
         return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
     def is_adapter(self, asked: str) -> bool:
-        """Returns whether a name is that of a LoRA adapter."""
+        """Returns whether a name belongs to a LoRA adapter."""
         return asked not in self._by_name and self._slot_of_adapter(asked) is not None
 
     def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
@@ -230,7 +214,7 @@ class ModelRegistry:
         return self._named(asked, model)
 
     def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
-        """Returns the model with the adapter of this name, or the model itself if it is none.
+        """Returns the model with the adapter of this name, or the model itself if the name is not an adapter's.
 
         Raises ModelNotFound for an adapter that was unloaded meanwhile.
         """
@@ -244,7 +228,7 @@ class ModelRegistry:
         return model
 
     def slots_of(self, asked: str | None, request: Request) -> list[ModelSlot]:
-        """Returns the place of the generation model of a name, loaded or not; without one, those of all.
+        """Returns the slot of the generation model with this name, loaded or not; without a name, all slots.
 
         Raises ModelNotAllowed, Unsupported and the errors of `slot`.
         """
@@ -294,7 +278,7 @@ class ModelRegistry:
 
     @property
     def computes(self) -> bool:
-        """Whether an engine has running requests."""
+        """True if an engine has running requests."""
         return bool(self.health().running)
 
     def health(self) -> Health:

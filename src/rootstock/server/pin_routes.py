@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.config import ServerConfig
 from rootstock.errors import PinNotFound, PinNotGranted, RequestError
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, is_operator, refuse_unless
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
@@ -25,7 +26,7 @@ from rootstock.server.openai.schema import ExplainRequest, ReleaseRequest
 from rootstock.server.prompt_bodies import StateRoute, refuse_misspelled
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
 
 _POSTED = documented_errors(409, *MODEL_ROUTE)
 
@@ -93,7 +94,7 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
 
     @router.get("/pins", responses=documented_errors())
     def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
-        """Lists the pins of the tenant. The operator sees those of all tenants."""
+        """Lists the pins of the tenant. The operator sees the pins of all tenants."""
         owner = owner_of_pins(request, tenant, config)
         listed = models.ask_loaded(lambda model: model.engine.pins(owner))
         return {"pins": [pin_body(pinned) for _, of_model in listed for pinned in of_model]}

@@ -1,8 +1,8 @@
 """Bodies of prompts on routes that change the cache: a misspelled field or parameter is refused.
 
-The route that pins, warms or exports a prompt takes the body of the route that answers it, with whatever fields
-clients send there. A misspelled field would be ignored like these, and another prefix would be pinned, or under
-another salt.
+The route that pins or warms a prompt takes the body of the route that answers it, with all fields that clients send
+there. A misspelled field would be ignored like fields of the answer. Another prefix would then be pinned, or the
+prefix under another salt.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
-from fastapi.routing import APIRoute
 
-from rootstock.engine.limits import MAX_LABEL_CHARS
 from rootstock.errors import Unsupported, shown
 from rootstock.server.anthropic.schema import REFUSED as MESSAGES_REFUSED
 from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -28,8 +26,9 @@ from rootstock.server.openai.schema import (
     ExplainRequest,
     WarmRequest,
 )
-from rootstock.server.openai.structured import CONSTRAINT_FIELDS
 from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.text.constraints.openai_fields import CONSTRAINT_FIELDS
+from rootstock.text.limits import MAX_LABEL_CHARS
 
 MAX_UNKNOWN_FIELDS = 16
 _ALIKE = 0.75  # two letters of four may be swapped
@@ -67,8 +66,11 @@ def refuse_misspelled(body: Wire) -> None:
             raise Unsupported(name[:MAX_LABEL_CHARS], f"Send {meant[0]!r} if that is meant, or leave it out.")
 
 
-class ClosedQueryRoute(APIRoute):
-    """A route that refuses parameters of the query that it does not declare."""
+class StateRoute(BoundedJsonRoute):
+    """A route that shows or changes the server's state, with a JSON body or none.
+
+    It refuses parameters of the query that it does not declare.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -88,7 +90,3 @@ def _parameters_of(dependant: Dependant) -> set[str]:
     """Returns the names of the parameters of a query that a route and its dependencies declare."""
     inner = (name for each in dependant.dependencies for name in _parameters_of(each))
     return {*(field.alias for field in dependant.query_params), *inner}
-
-
-class StateRoute(ClosedQueryRoute, BoundedJsonRoute):
-    """A route that shows or changes the server's state, with a JSON body or none."""

@@ -190,16 +190,14 @@ class RateLimiter:
 
 
 class Meter:
-    """The tokens of one HTTP request, taken from its tenant's buckets. Without a use, nothing is limited."""
+    """The tokens of one HTTP request, taken from its tenant's buckets."""
 
-    def __init__(self, use: TenantUse | None = None) -> None:
+    def __init__(self, use: TenantUse) -> None:
         self._use = use
         self._prompts: dict[int, int] = {}  # tokens by the index of a request, until its hit is known
 
     def begin(self, prompt_tokens: Sequence[int], choices_per_prompt: int) -> None:
         """Takes the tokens of all prompts, before their requests are submitted. Raises RateLimited."""
-        if self._use is None:
-            return
         prompts = dict(enumerate(prompt_tokens))
         prompts = {index: tokens for index, tokens in prompts.items() if index % choices_per_prompt == 0}
         self._use.take_prompts(sum(prompts.values()))
@@ -207,15 +205,13 @@ class Meter:
 
     def prepared(self, tokens: int, cached_tokens: int = 0) -> None:
         """Takes the tokens of a prompt that no request of the engine answers. Raises RateLimited."""
-        if self._use is not None:
-            self._use.take_prompts(tokens)
-            self._use.give_back_cached(cached_tokens)
+        self._use.take_prompts(tokens)
+        self._use.give_back_cached(cached_tokens)
 
     def generated(self, tokens: int) -> None:
-        if self._use is not None:
-            self._use.take_answer(tokens)
+        self._use.take_answer(tokens)
 
     def admitted(self, index: int, cached_tokens: int) -> None:
         """Learns how much of a prompt was found in the cache. Further calls for one request change nothing."""
-        if self._use is not None and self._prompts.pop(index, None) is not None and cached_tokens:
+        if self._prompts.pop(index, None) is not None and cached_tokens:
             self._use.give_back_cached(cached_tokens)

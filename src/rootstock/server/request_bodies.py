@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from rootstock.engine.constraints.turns import let_others_work, refuse_gone
-from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.errors import ClientGone
+from rootstock.text.constraints.turns import let_others_work, refuse_gone
+from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.units import MIB
 
 T = TypeVar("T")
@@ -225,7 +225,7 @@ def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -
 
 @dataclass(slots=True)
 class _Preparation:
-    """The bytes of a request from which its prompt is made: those of its body and those that it refers to."""
+    """The bytes of a request from which its prompt is made: its body, and the stored bytes that it refers to."""
 
     count_bytes: int
 

@@ -1,21 +1,27 @@
-"""Facts about an HTTP request, which the code that answers it notes for its log line and its span."""
+"""Facts about an HTTP request, which the code that answers it notes. They become its log line, its span and its part
+in the metrics when the response has ended, so that no client waits for that."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 
 from rootstock.engine.request import Finished, Usage
 from rootstock.errors import RootstockError
 from rootstock.logs import new_request_id
-from rootstock.server.wire import Call
+from rootstock.server.wire import ApiCall
 
 DISCONNECTED = "disconnected"  # in the place of an error's code
 REQUEST_STATE = "rootstock_request"  # the entry in a request's state
+MAX_NAME_CHARS = 256  # of the name by which a model was asked for
+
+Outcome = Literal["ok", "error", "disconnected"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,22 @@ class EmbeddingInfo:
 
 
 @dataclass(slots=True, eq=False)
+class Measured:
+    """Times and ends of the engine's requests of one HTTP request."""
+
+    requests: int = 0
+    submitted_at: float = 0.0
+    token_times: array[float] = field(default_factory=lambda: array("d"))  # of the arrivals of tokens
+    token_requests: array[int] = field(default_factory=lambda: array("i"))  # the index of each one's request
+    finished: list[tuple[Finished, int | None]] = field(
+        default_factory=list
+    )  # with the request's `max_tokens`
+    unanswered: Counter[str] = field(default_factory=Counter)  # requests by the reason of their end
+
+
+@dataclass(slots=True, eq=False)
 class RequestInfo:
-    """Facts about an HTTP request for its log line and its span, noted as they become known."""
+    """Facts about an HTTP request, noted as they become known."""
 
     id: str
     method: str
@@ -41,13 +61,24 @@ class RequestInfo:
     model: str = ""
     asked_model: str = ""
     tenant: str = ""  # as the operator sees it
-    call: Call | None = None
+    call: ApiCall | None = None
     ends: Sequence[Finished] = ()
     usage: Usage | None = None
     embedding: EmbeddingInfo | None = None
+    outcome: Outcome | None = None  # None: it was no request to a model, or has not ended
     error: str = ""  # code
+    measured: Measured | None = None
+    next_turn: Callable[[], None] | None = None  # to be called at the end of the response
     refusal: RootstockError | None = None  # by the guard, before a route was found
     api_request_id: str = ""  # of an API that has ids of its own
+
+    def failed(self, error: RootstockError) -> None:
+        """Notes the error that ended a request to a model."""
+        self.outcome, self.error = "error", error.code
+
+    def disconnected(self) -> None:
+        """Notes that the client of a request to a model has left."""
+        self.outcome, self.error = "disconnected", DISCONNECTED
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of the access log line. Times are in seconds."""
@@ -91,7 +122,7 @@ class RequestInfo:
 
 
 def info_of(request: Request) -> RequestInfo:
-    """Returns the facts about a request. Without the middleware, as in some tests, nobody reads them."""
+    """Returns the facts about a request. Without the middleware, as in some tests, they are not read."""
     found = getattr(request.state, REQUEST_STATE, None)
     if isinstance(found, RequestInfo):
         return found

@@ -11,7 +11,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.logs import ACCESS_LOGGER, REQUEST_FIELDS, new_request_id
-from rootstock.server.access import is_request_of_api
+from rootstock.server.access import is_request_of_api, shown_tenant_of
 from rootstock.server.errors import REQUEST_ID_HEADER
 from rootstock.server.metrics import Metrics
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
@@ -63,13 +63,16 @@ class RequestLog:
             raise
         finally:
             info.route = getattr(scope.get("route"), "path", "none")
-            if info.refusal is not None:
-                self._metrics.failed(info.route, info.refusal)
+            if info.outcome is not None:
+                info.tenant = shown_tenant_of(scope)
+            self._metrics.observe(info)
             self._metrics.responded(info.route, method, info.status or 499)
             if span is not None:
                 span.end(info)
             if _access.isEnabledFor(logging.INFO):
                 _access.info("request", extra={"fields": info.fields()})
+            if info.next_turn is not None:
+                info.next_turn()
 
 
 def _id_of(scope: Scope) -> str:

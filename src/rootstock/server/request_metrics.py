@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from rootstock.engine.request import Event, Finished, Usage
+from rootstock.engine.request import Usage
 from rootstock.server.families import Buckets, Families
+from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.server.tenant_labels import OTHERS, TenantLabels
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -112,6 +112,35 @@ class Series:
         self.tokens["cached"] += usage.cached_tokens
         self.tokens["completion"] += usage.completion_tokens
 
+    def observe(self, info: RequestInfo) -> None:
+        """Observes a request to a model, which has ended."""
+        if info.measured is not None:
+            self._measured(info.measured)
+        if info.usage is not None and info.embedding is not None:
+            self.count_ends("stop", 1)
+            self.embedded(info.usage)
+        if info.usage is not None:
+            self.answered(info.usage)
+        if info.usage is not None and info.call is not None:
+            self.choices.observe(info.call.choices_per_prompt)
+
+    def _measured(self, measured: Measured) -> None:
+        last: list[float | None] = [None] * measured.requests
+        for at, index in zip(measured.token_times, measured.token_requests, strict=True):
+            before = last[index]
+            if before is None:
+                self.ttft_s.observe(at - measured.submitted_at)
+            else:
+                self.itl_s.observe(at - before)
+            last[index] = at
+        for end, max_tokens in measured.finished:
+            self.count_ends(end.reason, 1)
+            self.finished(end.usage)
+            if max_tokens is not None:
+                self.max_tokens.observe(max_tokens)
+        for reason, requests in measured.unanswered.items():
+            self.count_ends(reason, requests)
+
     def histograms(self) -> Iterator[tuple[str, Buckets]]:
         for name, value in vars(self).items():
             if isinstance(value, Buckets):
@@ -124,66 +153,6 @@ class Series:
         self.ended.update(other.ended)
         self.tokens.update(other.tokens)
 
-    def merge_into(self, other: Series) -> None:
-        """Moves all that was counted to another series. Later values count there as well."""
-        its = dict(other.histograms())
-        for name, buckets in self.histograms():
-            buckets.merge_into(its[name])
-        other.tokens.update(self.tokens)
-        self.tokens = other.tokens
-        with self._lock, other._lock:
-            other.ended.update(self.ended)
-            self.ended = other.ended
-        self._lock = other._lock
-
-
-class Timing:
-    """The metrics of one HTTP request's sequences, for the event loop's thread."""
-
-    def __init__(self, series: Series) -> None:
-        self._series = series
-        self._submitted_at = 0.0
-        self._last_token_at: list[float | None] = []
-
-    def submitted(self, requests: int) -> None:
-        """Notes the submission of an HTTP request's sequences. Call it before, on any thread."""
-        self._submitted_at = time.monotonic()
-        self._last_token_at = [None] * requests
-
-    def tokens(self, events: Sequence[tuple[int, Event]]) -> None:
-        """Observes the arrival of events, all of which are tokens."""
-        now, last, observe = time.monotonic(), self._last_token_at, self._series.itl_s.observe
-        for index, _ in events:
-            before = last[index]
-            if before is None:
-                self._series.ttft_s.observe(now - self._submitted_at)
-            else:
-                observe(now - before)
-            last[index] = now
-
-    def finished(self, end: Finished, max_tokens: int | None) -> None:
-        """Observes the end of a sequence that was answered. `max_tokens` is the request's parameter."""
-        self._series.count_ends(end.reason, 1)
-        self._series.finished(end.usage)
-        if max_tokens is not None:
-            self._series.max_tokens.observe(max_tokens)
-
-    def embedded(self, usage: Usage) -> None:
-        """Observes the end of a request that an embedding model has answered."""
-        self._series.count_ends("stop", 1)
-        self._series.embedded(usage)
-        self._series.answered(usage)
-
-    def ended(self, reason: str, sequences: int) -> None:
-        """Counts sequences that were not answered, on any thread."""
-        if sequences:
-            self._series.count_ends(reason, sequences)
-
-    def answered(self, usage: Usage, choices: int) -> None:
-        """Counts the tokens of an HTTP request that was answered."""
-        self._series.answered(usage)
-        self._series.choices.observe(choices)
-
 
 class RequestMetrics:
     """The series of all models and tenants. The event loop's thread adds to them, other threads read them."""
@@ -192,18 +161,18 @@ class RequestMetrics:
         self._series: dict[tuple[str, str], Series] = {}  # by model and label of the tenant
         self._labels = TenantLabels(labelled_tenants, self._drop)
 
-    def timing(self, model: str, tenant: str) -> Timing:
-        return Timing(self._of(model, self._labels.label(tenant)))
+    def observe(self, info: RequestInfo) -> None:
+        """Observes a request to a model, which has ended."""
+        self._of(info.model, self._labels.label(info.tenant)).observe(info)
 
     def _of(self, model: str, label: str) -> Series:
         return self._series.setdefault((model, label), Series())
 
     def _drop(self, label: str) -> None:
-        """Moves the series of a tenant to those of the others: a sum over the tenants never decreases."""
+        """Adds the series of a tenant to the series of the others: a sum over the tenants never decreases."""
         for model, other in list(self._series):
             if other == label:
-                self._series[model, label].merge_into(self._of(model, OTHERS))
-                del self._series[model, label]
+                self._of(model, OTHERS).add(self._series.pop((model, label)))
 
     def by_tenant(self) -> Iterator[tuple[dict[str, str], Series]]:
         """Yields each series and its labels."""

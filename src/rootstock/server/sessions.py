@@ -29,7 +29,7 @@ Headers = Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class LoginSession:
     token: str = field(repr=False)  # the cookie's value
     csrf: str = field(repr=False)
     key: bytes = field(repr=False)
@@ -45,34 +45,34 @@ class Session:
         return hmac.compare_digest(headers.get(CSRF_HEADER, b""), self.csrf.encode())
 
 
-class Sessions:
+class LoginSessions:
     """The open sessions of one server. Used on the event loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._open: OrderedDict[str, Session] = OrderedDict()  # by token, the oldest first
+        self._open: OrderedDict[str, LoginSession] = OrderedDict()  # by token, the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, key: bytes) -> Session:
+    def open(self, key: bytes) -> LoginSession:
         """Opens a session for a key that was accepted."""
         of_key = [session for session in self._open.values() if session.key == key]
         if len(of_key) >= MAX_SESSIONS_OF_KEY:
             self.close(of_key[0])
-        session = Session(secrets.token_urlsafe(32), secrets.token_urlsafe(32), key, self._clock())
+        session = LoginSession(secrets.token_urlsafe(32), secrets.token_urlsafe(32), key, self._clock())
         self._open[session.token] = session
         while len(self._open) > MAX_SESSIONS:
             self._open.popitem(last=False)
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: LoginSession) -> None:
         self._open.pop(session.token, None)
 
-    def is_open(self, session: Session) -> bool:
+    def is_open(self, session: LoginSession) -> bool:
         return self._open.get(session.token) is session and self._clock() - session.opened_at < SESSION_S
 
-    def find(self, headers: Headers) -> Session | None:
+    def find(self, headers: Headers) -> LoginSession | None:
         """Returns the open session that a cookie names. A request that sends a key has none."""
         if b"authorization" in headers or b"x-api-key" in headers:
             return None

@@ -1,7 +1,7 @@
 """Labels of tenants in metrics: names for the most active tenants, one label for all others.
 
 A header can name any tenant, and each label is a set of time series that Prometheus keeps for weeks. Their number is
-therefore bounded, whatever clients send.
+therefore bounded for any headers.
 """
 
 from __future__ import annotations

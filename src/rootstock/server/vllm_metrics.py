@@ -27,7 +27,7 @@ _ENDS = ("stop", "length", "abort", "error")  # each has a series from the start
 
 
 def add_vllm_requests(families: Families, series: Series, context_limit: int, labels: Labels) -> None:
-    """Adds what is measured per request. `series` has the requests of all tenants."""
+    """Adds the metrics per request. `series` has the requests of all tenants."""
     tokens = token_bounds(context_limit)
     for name, help, buckets, bounds in (
         ("time_to_first_token_seconds", "Time to first token", series.ttft_s, VLLM_TTFT_S),
@@ -52,7 +52,7 @@ def add_vllm_requests(families: Families, series: Series, context_limit: int, la
 def add_vllm_engine(
     families: Families, stats: EngineStats, cache_config: Mapping[str, str], labels: Labels
 ) -> None:
-    """Adds what is measured per engine."""
+    """Adds the metrics per engine."""
     cache, counters, phases, prompts = stats.cache, stats.counters, stats.phases, stats.counters.prompts
     queued, running = phases[Phase.QUEUED], phases[Phase.PREFILL] + phases[Phase.DECODE]
 
@@ -94,7 +94,7 @@ def add_vllm_engine(
 
 
 def add_vllm_embeddings(families: Families, stats: EmbeddingStats, labels: Labels) -> None:
-    """Adds what is measured per engine of an embedding model."""
+    """Adds the metrics per engine of an embedding model."""
     _add_open_requests(families, stats.running, stats.waiting, 0, labels)
     families.counter("vllm:prompt_tokens", "Tokens of prompts", stats.computed_tokens, labels)
 
@@ -134,7 +134,7 @@ def add_vllm_adapters(families: Families, stats: AdapterStats, labels: Labels) -
 
 
 def _listed(requests: Mapping[str, int]) -> str:
-    """Lists the adapters with the most requests. Their order is that of their names, so that the same adapters are
+    """Lists the adapters with the most requests. They are ordered by name, so that the same adapters are
     the same series. Readers divide the list at commas."""
     names = [name for name in requests if "," not in name]
     most = sorted(names, key=lambda name: (-requests[name], name))[:_LISTED_ADAPTERS]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from rootstock.cache.hints import CacheHints, Retention
+from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.prefills import IdleEnd, IdleKind, IdlePrefill
 from rootstock.errors import (
@@ -24,6 +24,7 @@ from rootstock.errors import (
     RequestError,
     RootstockError,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, meter_of
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
@@ -37,7 +38,7 @@ from rootstock.server.prompt_bodies import StateRoute, refuse_misspelled
 from rootstock.server.rate_limits import Meter
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ def begin_warming(
     hints: CacheHints | None = None,
     meter: Meter | None = None,
 ) -> Warming:
-    """Queues a prompt. `ended` is called on the engine's thread. Not for an event loop.
+    """Queues a prompt. `ended` is called on the engine's thread. Do not call it on an event loop.
 
     Raises IdleWorkOff, IdleWorkFull, RateLimited, EngineStopped and the refusals of prompts.
     """
-    if model.engine.idle_prefills is None:
+    if model.engine.parts.idle_prefills is None:
         raise IdleWorkOff()
     # The same prompt has its last token computed: models that cannot resume anywhere need a checkpoint before it.
     tokens = prompt.tokens[:-1] if len(prompt.tokens) > 1 else prompt.tokens
@@ -206,7 +207,7 @@ class Warmer:
 def _hints_of(declared: DeclaredPrompt) -> CacheHints | None:
     if declared.retain_s is None:
         return None
-    return CacheHints(declared.tenant, retentions=(Retention("retain_s", None, declared.retain_s),))
+    return CacheHints(declared.tenant, retentions=(RetentionWish("retain_s", None, declared.retain_s),))
 
 
 def warm_routes(models: ModelRegistry, responses: Responses, warmer: Warmer) -> APIRouter:

@@ -1,7 +1,7 @@
 """Wrong keys: the answers to an address that guesses are held back.
 
-A right key passes at once, whatever its address has sent: behind a proxy, one who guesses shares the address with all
-others. A wrong one costs time on every route that would tell it from a right one.
+A right key passes at once, even from an address with wrong keys: behind a proxy, one who guesses shares the address
+with all others. A wrong one costs time on every route that would tell it from a right one.
 """
 
 from __future__ import annotations

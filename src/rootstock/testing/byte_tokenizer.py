@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.special_tokens import EscapedNames
-from rootstock.engine.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told, one_part
 from rootstock.errors import ChatTemplateFailed
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.special_tokens import EscapedNames
+from rootstock.text.tokenizer import KeptTokens, Message, PlacedTokens, Tool, no_position, single_part
 
 
 class ByteTokenizer:
@@ -54,7 +54,7 @@ class ByteTokenizer:
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         tokens = self.encode_chat(rendered)
-        return PlacedTokens(rendered, tokens, not_told, not_told, one_part, self.encode_chat)
+        return PlacedTokens(rendered, tokens, no_position, no_position, single_part, self.encode_chat)
 
     @property
     def template_names(self) -> TemplateNames:

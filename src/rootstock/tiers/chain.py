@@ -55,7 +55,7 @@ class TierChain:
         self._gone = gone
         self._lock = threading.Lock()
         self._moving: dict[RecordKey, Record] = {}  # passed to the writer, but not yet in the lower tier
-        self._condemned: set[RecordKey] = set()  # those of `_moving` that must not stay in the lower tier
+        self._condemned: set[RecordKey] = set()  # records in `_moving` that must not stay in the lower tier
         upper.on_evicted = self._move_down
 
     @property
@@ -145,8 +145,8 @@ class TierChain:
         return self.lower.clear(namespace) and above
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every record's entry once, each after those of the prefix that it continues. Uses of a record in
-        both tiers are the upper tier's."""
+        """Yields every record's entry once, each after the entries of its prefix. A record in both tiers has the uses
+        that the upper tier counts."""
         above = {entry.identity.key: entry for entry in self.upper.entries()}
         with self._lock:
             moving = [record for key, record in self._moving.items() if key not in self._condemned]

@@ -61,7 +61,7 @@ tier then. The record can be loaded here until this returns. It must not store, 
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HostRecord:
     identity: Identity
     content: HostBytes  # all buffers in sequence; never written again
     buffer_bytes: tuple[int, ...]
@@ -115,8 +115,8 @@ class HostTier:
         self._gone = gone
         self._clock = clock
         self._changed = threading.Condition()
-        self._held: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
-        self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `on_evicted` has not returned yet
+        self._held: OrderedDict[RecordKey, _HostRecord] = OrderedDict()  # least recently used first
+        self._leaving: dict[RecordKey, _HostRecord] = {}  # evicted, but `on_evicted` has not returned yet
         self._kept = KeptBytes(cap_bytes)
         self._swept_at_s = -_SWEEP_S
         self._used_bytes = 0  # charged: held, leaving, and reserved for copies in progress
@@ -157,7 +157,7 @@ class HostTier:
             return NotStored(Refusal.FAILED, str(error) or "the system has no memory left")
         return self._insert(held, record.keep)
 
-    def _insert(self, held: _Held, keep: Keep | None) -> StoreOutcome:
+    def _insert(self, held: _HostRecord, keep: Keep | None) -> StoreOutcome:
         """Inserts a record for which space is reserved."""
         key = held.identity.key
         with self._changed:
@@ -200,10 +200,10 @@ class HostTier:
             for victim in victims:
                 self._pass_on(victim)
 
-    def _evict(self, short_bytes: int) -> list[_Held]:
+    def _evict(self, short_bytes: int) -> list[_HostRecord]:
         """Moves enough records to `_leaving` to free `short_bytes`. Records that already leave are not counted,
         because they free space for other stores. The caller holds the lock."""
-        victims: list[_Held] = []
+        victims: list[_HostRecord] = []
         now_s = self._clock()
         for are_kept in (False, True):  # kept records go last
             for key, held in self._held.items():
@@ -218,7 +218,7 @@ class HostTier:
             self._unaccount(held)
         return victims
 
-    def _pass_on(self, victim: _Held) -> None:
+    def _pass_on(self, victim: _HostRecord) -> None:
         key = victim.identity.key
         # The receiver computes its own checksum, so damage that is not detected now would never be found.
         try:
@@ -255,7 +255,7 @@ class HostTier:
             self._strike(key, held)
         return result
 
-    def _strike(self, key: RecordKey, held: _Held) -> None:
+    def _strike(self, key: RecordKey, held: _HostRecord) -> None:
         with self._changed:
             struck = self._held.get(key) is held
             if struck:
@@ -289,7 +289,7 @@ class HostTier:
         self._tell_gone(struck)
 
     def clear(self, namespace: bytes | None = None) -> bool:
-        """Drops every record, or those of a namespace, for good. If some are being evicted, this returns after
+        """Drops all records, or the records of a namespace, for good. If some are being evicted, this returns after
         `on_evicted` has returned."""
         with self._changed:
             cleared = [key for key, held in self._held.items() if held.is_of(namespace)]
@@ -301,7 +301,7 @@ class HostTier:
         return True
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every record's entry, each after those of the prefix that it continues."""
+        """Yields every record's entry, each after the entries of the prefix that it continues."""
         with self._changed:
             there = list((self._leaving | self._held).values())
         for held in sorted(there, key=lambda held: (held.identity.start, held.identity.end)):
@@ -325,13 +325,13 @@ class HostTier:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _use(self, held: _Held) -> None:
+    def _use(self, held: _HostRecord) -> None:
         """Counts a use. The caller holds the lock."""
         held.last_use_s = self._clock()
         held.uses += 1
         self._held.move_to_end(held.identity.key)
 
-    def _keep(self, held: _Held, keep: Keep) -> None:
+    def _keep(self, held: _HostRecord, keep: Keep) -> None:
         """Keeps a record, if its tenant's share has room. The caller holds the lock."""
         self._unaccount(held)
         now_s = self._clock()
@@ -347,7 +347,7 @@ class HostTier:
         held.kept_until_s, held.tenant, held.priority = now_s + keep.lasts_s, keep.tenant, keep.priority
         held.is_accounted = True
 
-    def _unaccount(self, held: _Held) -> None:
+    def _unaccount(self, held: _HostRecord) -> None:
         """Gives a record's bytes back to its tenant's share. The caller holds the lock."""
         if held.is_accounted:
             self._kept.add(held.tenant, -held.charged_bytes)
@@ -384,7 +384,9 @@ def charge(record: Record) -> int:
     )
 
 
-def _copied(identity: Identity, payload: Sequence[memoryview], charged_bytes: int, now_s: float) -> _Held:
+def _copied(
+    identity: Identity, payload: Sequence[memoryview], charged_bytes: int, now_s: float
+) -> _HostRecord:
     """Copies a record. Raises MemoryError."""
     buffers = [np.frombuffer(view, np.uint8) for view in payload]
     content: HostBytes = np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
@@ -392,10 +394,10 @@ def _copied(identity: Identity, payload: Sequence[memoryview], charged_bytes: in
     # Copied, because the tokens may be a view of a whole prompt.
     own = replace(identity, tokens=identity.tokens.copy())
     lengths = tuple(view.nbytes for view in payload)
-    return _Held(own, content, lengths, _checksum([content]), charged_bytes, now_s)
+    return _HostRecord(own, content, lengths, _checksum([content]), charged_bytes, now_s)
 
 
-def _read(held: _Held, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+def _read(held: _HostRecord, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
     """Copies a record to the caller, and verifies the copy."""
     kind = difference(asked, held.identity)
     if kind is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 _KEPT_PART = 2  # at most a half of a tier is kept
-_MOST_SHARES = 8  # however many tenants keep records, each may have this part of that
+_MOST_SHARES = 8  # of the kept part: of more tenants, each may still have an eighth
 
 
 class KeptBytes:

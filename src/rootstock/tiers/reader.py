@@ -63,7 +63,7 @@ class LoadJob:
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingLoad:
     job: LoadJob
     tasks: Sequence[LoadTask]
     done: Ended
@@ -101,7 +101,7 @@ class TierReader:
     def __init__(self, load: LoadFrom, clock: Callable[[], float] = time.perf_counter) -> None:
         self._load = load
         self._clock = clock
-        self._pending: list[_Pending] = []  # the first job is being loaded
+        self._pending: list[_PendingLoad] = []  # the first job is being loaded
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="rootstock-reader", daemon=True)
@@ -115,7 +115,7 @@ class TierReader:
 
     def submit(self, tasks: Sequence[LoadTask], done: Ended) -> LoadJob:
         """Queues a job without blocking. Jobs run in order of submission. After `close`, `done` is called at once."""
-        pending = _Pending(LoadJob(), tuple(tasks), done, sum(task.payload_bytes for task in tasks))
+        pending = _PendingLoad(LoadJob(), tuple(tasks), done, sum(task.payload_bytes for task in tasks))
         with self._changed:
             accepted = not self._closing
             if accepted:
@@ -171,7 +171,7 @@ class TierReader:
             self._changed.notify_all()
         return True
 
-    def _load_next(self, pending: _Pending) -> None:
+    def _load_next(self, pending: _PendingLoad) -> None:
         task = pending.tasks[pending.loaded]
         began_s = self._clock()
         try:
@@ -192,7 +192,7 @@ class TierReader:
             pending.seconds += took_s
 
 
-def _tell(pending: _Pending) -> None:
+def _tell(pending: _PendingLoad) -> None:
     try:
         pending.done(pending.ended)
     except Exception:

@@ -42,7 +42,7 @@ PutResult = Queued | NotStored
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingStore:
     key: RecordKey
     record: Record
     done: list[Done]
@@ -51,8 +51,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Queue:
-    waiting: list[_Pending] = field(default_factory=list)
-    by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting or being stored
+    waiting: list[_PendingStore] = field(default_factory=list)
+    by_key: dict[RecordKey, _PendingStore] = field(default_factory=dict)  # waiting or being stored
     bytes: int = 0  # of the payloads in `by_key`
 
 
@@ -71,7 +71,9 @@ class TierWriter:
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._closing = False
-        self._telling: list[_Pending] = []  # a group that has left the queue, while its `Done` are called
+        self._telling: list[
+            _PendingStore
+        ] = []  # a group that has left the queue, while its `Done` are called
         self._thread = threading.Thread(target=self._run, name="rootstock-writer", daemon=True)
         self._thread.start()
 
@@ -94,7 +96,7 @@ class TierWriter:
                 return Queued()
             if self._queue.bytes + payload_bytes > self._queue_bytes:
                 return NotStored(Refusal.QUEUE_FULL)
-            pending = _Pending(key, record, [] if done is None else [done])
+            pending = _PendingStore(key, record, [] if done is None else [done])
             self._queue.waiting.append(pending)
             self._queue.by_key[key] = pending
             self._queue.bytes += payload_bytes
@@ -162,7 +164,7 @@ class TierWriter:
                 self._telling = []
                 self._changed.notify_all()
 
-    def _next_group(self) -> list[_Pending]:
+    def _next_group(self) -> list[_PendingStore]:
         """Waits for work and returns it. Empty when the writer is closing and nothing is queued."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue.waiting or self._closing)
@@ -179,7 +181,7 @@ class TierWriter:
             group, self._queue.waiting = waiting[:count], waiting[count:]
             return group
 
-    def _store(self, group: Sequence[_Pending]) -> Sequence[StoreOutcome]:
+    def _store(self, group: Sequence[_PendingStore]) -> Sequence[StoreOutcome]:
         try:
             return self._tier.store([pending.record for pending in group])
         except Exception as error:  # a bug in the tier: these records are lost, later ones may be stored

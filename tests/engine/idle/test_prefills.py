@@ -39,8 +39,8 @@ class Idle(Bench):
 
     @property
     def prefills(self) -> IdlePrefills:
-        assert self.engine.idle_prefills is not None
-        return self.engine.idle_prefills
+        assert self.engine.parts.idle_prefills is not None
+        return self.engine.parts.idle_prefills
 
     def warm(
         self, tokens: Sequence[int], kind: IdleKind = IdleKind.WARM, salt: str = "", **more: Any
@@ -54,7 +54,7 @@ class Idle(Bench):
     def idle(self, pieces: int | None = None) -> None:
         """Does so many pieces of idle work, or all."""
         done = 0
-        while self.engine.idle_work.has_work and (pieces is None or done < pieces):
+        while self.engine.parts.idle_work.has_work and (pieces is None or done < pieces):
             self.engine.work_idly()
             self.cache.check()
             done += 1
@@ -87,7 +87,7 @@ def test_a_request_is_admitted_at_the_next_step_and_uses_the_part_that_is_comput
     prompt, other = numbers(2, 80), numbers(3, 20)
     bench.warm(prompt)
     bench.idle(pieces)
-    computed = bench.prefills.stats().computed_tokens
+    computed = bench.prefills.idle_stats().computed_tokens
     clients = [bench.ask(other, 3), bench.ask([*prompt, 1], 3)]
     before = len(bench.batches)
     bench.engine.step()
@@ -219,7 +219,7 @@ def test_what_was_cached_meanwhile_is_not_computed_again() -> None:
     bench.answer([*prompt, 1], 1)
     bench.idle()
     assert bench.ends == [IdleEnd.CACHED]
-    assert bench.prefills.stats().computed_tokens == 0
+    assert bench.prefills.idle_stats().computed_tokens == 0
 
 
 def test_the_most_urgent_kind_is_first_and_old_work_expires() -> None:
@@ -232,7 +232,7 @@ def test_the_most_urgent_kind_is_first_and_old_work_expires() -> None:
     bench.warm(numbers(3, 20), IdleKind.NEXT_TURN)
     clock.now_s += MAX_AGE_S[IdleKind.NEXT_TURN] + 1
     bench.idle()
-    ended = bench.prefills.stats().ended
+    ended = bench.prefills.idle_stats().ended
     assert ended["next_turn"]["expired"] >= 1
     assert ended["warm"] == {"cached": 1}
 
@@ -352,7 +352,7 @@ def test_a_prefetch_loads_what_a_tier_holds_and_computes_nothing(tmp_path: Path,
             )
         )
         while not ends:
-            while bench.engine.idle_work.has_work:
+            while bench.engine.parts.idle_work.has_work:
                 bench.engine.work_idly()
             if not ends:
                 bench.engine.step(bench.engine._commands.get(timeout=60))
@@ -381,12 +381,12 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         bench.loads.wait_until_reached()
         client = bench.ask([*PROMPT, 1], 3)
         bench.engine.step()
-        assert not bench.engine.idle_work.has_work
+        assert not bench.engine.parts.idle_work.has_work
         bench.loads.open()
         bench.run()
         bench.expect(client)
         assert client.cached_tokens >= 56
         assert not ends, "the prefetch waits for idle time again"
-        while bench.engine.idle_work.has_work:
+        while bench.engine.parts.idle_work.has_work:
             bench.engine.work_idly()
         assert ends == [IdleEnd.CACHED]

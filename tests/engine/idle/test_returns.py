@@ -32,8 +32,8 @@ class Returning(Tiered):
 
     @property
     def returns(self) -> AwaitedReturns:
-        assert self.engine.returns is not None
-        return self.engine.returns
+        assert self.engine.parts.returns is not None
+        return self.engine.parts.returns
 
     def await_return(self, tokens: list[int], salt: str = "") -> None:
         """Caches the beginning of a conversation's next request, whose client is expected back."""
@@ -44,10 +44,10 @@ class Returning(Tiered):
 
     def idle(self) -> None:
         """Does all idle work that can be done now, and waits for its loads."""
-        assert self.engine.idle_prefills is not None
+        assert self.engine.parts.idle_prefills is not None
         self.engine.step()
-        while self.engine.idle_work.has_work or self.engine.idle_prefills.waiting:
-            if self.engine.idle_work.has_work:
+        while self.engine.parts.idle_work.has_work or self.engine.parts.idle_prefills.waiting:
+            if self.engine.parts.idle_work.has_work:
                 self.engine.work_idly()
             else:
                 self.engine.step(self.engine._commands.get(timeout=60))

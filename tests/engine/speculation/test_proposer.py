@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Families, numbers
-from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
-from rootstock.engine.speculation.proposer import NgramProposer, why_not
+from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
@@ -24,7 +23,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 Draft = Callable[[list[int]], Sequence[int]]  # from the generated tokens
 
 
-class Scripted:
+class Scripted(Proposer):
     """A proposer whose drafts a test makes from the generated tokens."""
 
     def __init__(self, draft: Draft) -> None:
@@ -34,15 +33,6 @@ class Scripted:
     def drafts(self, sequences: Sequence[Running], leases: Sequence[Lease], room: int) -> list[Tokens]:
         self.rooms.append(room)
         return [np.array(self._draft(sequence.generated)[:room], np.int32) for sequence in sequences]
-
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        pass
-
-    def ended(self, sequence: Running, lease: Lease) -> None:
-        pass
-
-    def forget(self, namespace: Namespace | None = None) -> None:
-        pass
 
 
 def rightly(answer: list[int], most: int = 5) -> Scripted:
@@ -257,7 +247,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
 def test_tokens_of_recent_requests_of_the_namespace_are_drafted() -> None:
     bench = lookup()
     phrase = numbers(2, 40)
-    proposer = bench.engine.proposer
+    proposer = bench.engine.parts.proposer
     assert isinstance(proposer, NgramProposer)
     bench.answer([*numbers(3, 10), *phrase], max_tokens=1)
     client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
@@ -300,7 +290,7 @@ def test_models_with_states_or_one_sequence_per_forward_have_no_drafts() -> None
     bench = Bench(families=(FULL, STATE), proposer=Scripted(lambda generated: [1] * 8))
     bench.expect(bench.answer(numbers(1, 10), 24))
     assert bench.engine.stats().counters.draft_tokens == 0
-    assert bench.engine.why_no_drafts is not None
+    assert bench.engine.parts.why_no_drafts is not None
 
 
 def test_the_option_is_auto_off_or_a_number() -> None:

@@ -16,12 +16,12 @@ from engine.helpers import Bench, Client, Families
 from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, kinds, options
 from rootstock.cache.families import RecurrentState
 from rootstock.config import TierConfig
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import PromptScored
 from rootstock.engine.tiers.build import stored_index
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
+from rootstock.text.prompts.salt import salt_of
 from tiers.helpers import Clock, directory_bytes, records
 from waiting import join, wait_for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_with_quantized_rows_cached_and_computed_answers_are_the_same(
     assert warm.cached_tokens > 60
     assert warm.tokens == cold.tokens
     np.testing.assert_allclose(logprobs(warm), logprobs(cold), atol=2e-3)
+
+
+def test_a_copied_tier_serves_a_copy_of_its_model(tmp_path: Path) -> None:
+    """As on another machine: the model and the tier are in other places."""
+    model = save(tmp_path / "model", "qwen3_next")
+    with Served(model, tmp_path / "tier") as served:
+        first = served.answer(PROMPT)
+    shutil.copytree(model, tmp_path / "machine" / "models" / "copy")
+    shutil.copytree(tmp_path / "tier", tmp_path / "machine" / "cache")
+    longer = np.concatenate((PROMPT, np.array(first.tokens, np.int32), PROMPT[:5]))
+    with Served(tmp_path / "machine" / "models" / "copy", tmp_path / "machine" / "cache") as served:
+        assert served.answer(longer).cached_tokens == len(PROMPT) + 7
+        assert served.tier.counters.loads == {"loaded": 1}
 
 
 def test_other_weights_of_the_same_architecture_find_nothing(tmp_path: Path) -> None:

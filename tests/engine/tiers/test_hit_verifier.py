@@ -39,8 +39,8 @@ class Verified(Tiered):
 
     @property
     def verifier(self) -> HitVerifier:
-        assert self.engine.hit_verifier is not None
-        return self.engine.hit_verifier
+        assert self.engine.parts.hit_verifier is not None
+        return self.engine.parts.hit_verifier
 
     def idle(self) -> None:
         while self.verifier.has_work:
@@ -102,7 +102,7 @@ def test_recomputed_rows_are_never_stored(bench: Verified) -> None:
 
 
 def test_without_a_share_no_hit_is_verified() -> None:
-    assert Bench(verify_hits=0.0).engine.hit_verifier is None
+    assert Bench(verify_hits=0.0).engine.parts.hit_verifier is None
 
 
 @of_kinds([(FULL,), (FULL, STATE)])

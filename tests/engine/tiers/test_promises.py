@@ -25,7 +25,6 @@ from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.pools import Rows
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.engine.request import Failed
-from rootstock.engine.step import PlanExecutor
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
 from rootstock.runtime.base import Batch, Logits
@@ -617,7 +616,7 @@ def test_a_block_that_is_evicted_in_part_is_stored_whole(bench: Tiered) -> None:
     while bench.cache.stats().cached_tokens:
         rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
         bench.cache.tree._evict(rows, None)
-        PlanExecutor(bench.runtime, bench.connector).apply(bench.cache.take_pending_plan())
+        bench.engine.parts.apply(bench.cache.take_pending_plan())
     assert bench.answer([*prompt, 90, 91], 2).cached_tokens >= 79
 
 

@@ -17,7 +17,7 @@ from kernels.batches import make_batch
 from kernels.metal.emulation import COMPILER, Emulation, EmulationError
 from kernels.metal.metal_batches import TOLERANCES, attend, step_rows, worst_error
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
-from rootstock.kernels.metal.launch import MOST_NUMBERS, Heads, Occupancy, StepRows
+from rootstock.kernels.metal.launch import MOST_NUMBERS, AttentionHeads, Occupancy, StepRows
 from rootstock.kernels.metal.paged_attention import MOST_ROWS, PagedKernel
 from rootstock.kernels.metal.source import LANES, SIMDGROUPS
 from rootstock.kernels.metal.trial import why_not
@@ -258,7 +258,9 @@ def fail(**_: Any) -> Any:
 # ------------------------------------------------------------------------------------------ launches
 
 heads = st.builds(
-    lambda kv_heads, group, key_dim, value_dim: Heads(kv_heads * group, kv_heads, key_dim, value_dim),
+    lambda kv_heads, group, key_dim, value_dim: AttentionHeads(
+        kv_heads * group, kv_heads, key_dim, value_dim
+    ),
     st.integers(1, 4),
     st.one_of(st.integers(1, 16), st.sampled_from([20, 71, 128])),
     st.sampled_from([64, 80, 96, 112, 128, 192, 256, 576]),
@@ -268,7 +270,7 @@ heads = st.builds(
 
 @given(heads, lengths)
 def test_launches_cover_each_row_once_within_the_registers(
-    heads: Heads, lengths: list[tuple[int, int]]
+    heads: AttentionHeads, lengths: list[tuple[int, int]]
 ) -> None:
     rows = step_rows(make_batch(lengths, q_heads=1, kv_heads=1, head_dim=1))
     launch = rows.launch(heads, SPLIT)

@@ -22,8 +22,8 @@ from rootstock.cache.types import NO_BLOCK, BlockIds, SlotId, Tokens
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription, Segment
 from rootstock.runtime.mlx.rows import FamilyRows
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
-from rootstock.runtime.mlx.survey import Layout, survey
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
+from rootstock.runtime.mlx.survey import MlxLayout, survey
 
 SIZE, BLOCKS = 4, 64  # of the pools of `Call`
 FULL = FullAttention(1, 1)
@@ -78,7 +78,7 @@ def drawn(family: TokenFamily, seed: int, count: int | None = None, longest: int
     return Call(family, tables, pasts, lengths)
 
 
-def described(layout: Layout, **fields: Any) -> ModelDescription:
+def described(layout: MlxLayout, **fields: Any) -> ModelDescription:
     """Returns the description of a model of this layout."""
     known: dict[str, Any] = {
         "name": "tiny",
@@ -102,10 +102,10 @@ def served(
     dtype: str = "float32",
     mode: ExecutionMode = "batched",
     kernel: PagedKernel | None = None,
-) -> Served:
+) -> MlxExecution:
     layout = survey(model)
     description = described(layout, dtype=dtype, kv_dtype=dtype, execution_mode=mode)
-    return Served(layout, description, kernel)
+    return MlxExecution(layout, description, kernel)
 
 
 def runtime_of(

@@ -470,12 +470,12 @@ def test_rows_of_other_sequences_are_found(
 ) -> None:
     """An adapter that is right for whole calls only has calls of its own."""
     runtime, made = load(llama), save_mlx_adapter(tmp_path / "a", llama)
-    own = adapted_modules.AdapterRows.of
+    own = adapted_modules.MlxAdapterRows.of
 
     def reversed_rows(self: Any, segments: Sequence[Segment], tokens: int) -> Any:
         return own(self, segments[::-1], tokens)
 
-    monkeypatch.setattr(adapted_modules.AdapterRows, "of", reversed_rows)
+    monkeypatch.setattr(adapted_modules.MlxAdapterRows, "of", reversed_rows)
     assert add(runtime, made).batching == "apart"
     assert "Requests of adapter a have forwards of their own" in caplog.text
 

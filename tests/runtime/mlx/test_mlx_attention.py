@@ -17,7 +17,7 @@ from rootstock.cache.families import SlidingWindow, TokenFamily
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import LayerPool
 from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, Visible
-from rootstock.runtime.mlx.survey import LayerShape
+from rootstock.runtime.mlx.survey import MlxLayerShape
 from runtime.mlx.helpers import BLOCKS, FAMILIES, FULL, SIZE, Call, drawn
 
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 3, 8, 4
@@ -41,7 +41,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         value_dim = KEY_DIM if self.shares_values else VALUE_DIM
-        shape = LayerShape(0, HEADS, KEY_DIM, value_dim, mx.float32, self.shares_values, self.is_quantized)
+        shape = MlxLayerShape(0, HEADS, KEY_DIM, value_dim, mx.float32, self.shares_values, self.is_quantized)
         self.pool = LayerPool(shape, SIZE * BLOCKS)
         call, random = self.call, np.random.default_rng(1)
         self.positions = [  # of each sequence: K and V [heads, positions, dim]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rootstock.cache.plan import BlockCopy
 from rootstock.cache.types import BlockId
 from rootstock.runtime.mlx.kv_pool import EvaluationFailed, KVPool, LayerPool, evaluate
-from rootstock.runtime.mlx.survey import LayerShape
+from rootstock.runtime.mlx.survey import MlxLayerShape
 from runtime.mlx.helpers import failing_number
 
 BLOCK_SIZE, BLOCKS = 4, 6
@@ -28,11 +28,11 @@ def shape(
     value_dim: int = VALUE_DIM,
     shares_values: bool = False,
     is_quantized: bool = False,
-) -> LayerShape:
-    return LayerShape(family, HEADS, KEY_DIM, value_dim, dtype, shares_values, is_quantized)
+) -> MlxLayerShape:
+    return MlxLayerShape(family, HEADS, KEY_DIM, value_dim, dtype, shares_values, is_quantized)
 
 
-def pool_of(*shapes: LayerShape) -> KVPool:
+def pool_of(*shapes: MlxLayerShape) -> KVPool:
     families = 1 + max(each.family for each in shapes)
     return KVPool({(i,): each for i, each in enumerate(shapes)}, [BLOCKS] * families, BLOCK_SIZE)
 
@@ -268,7 +268,9 @@ def test_a_row_that_is_written_twice_has_the_later_content() -> None:
     ids=["float32", "float16", "bfloat16", "int8", "int8 of bfloat16", "shared values", "keys alone"],
 )
 @pytest.mark.parametrize("tokens", [BLOCK_SIZE, 1])
-def test_a_row_that_is_read_and_placed_elsewhere_has_the_same_content(kept: LayerShape, tokens: int) -> None:
+def test_a_row_that_is_read_and_placed_elsewhere_has_the_same_content(
+    kept: MlxLayerShape, tokens: int
+) -> None:
     pool = pool_of(kept, shape(family=1), kept)
     fill(pool)
     before = content(pool)

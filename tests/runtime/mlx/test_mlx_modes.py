@@ -15,7 +15,7 @@ from mlx_checkpoints import make_mlx_model
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
 from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.runtime.mlx.modes import choose_mode
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.survey import survey
 from runtime.mlx.helpers import described
 from twins import mlx_models
@@ -26,11 +26,11 @@ KERNEL: Any = "the kernel"  # the runtimes below never call it
 
 
 def choose(
-    model: nn.Module, make_runtime: Callable[[nn.Module, Served], Any] = MlxRuntime, **options: Any
-) -> Served:
+    model: nn.Module, make_runtime: Callable[[nn.Module, MlxExecution], Any] = MlxRuntime, **options: Any
+) -> MlxExecution:
     layout = survey(model)
 
-    def make(served: Served) -> Any:
+    def make(served: MlxExecution) -> Any:
         return make_runtime(model, served)
 
     return choose_mode(model, layout, described(layout), make, lambda done: None, **options)
@@ -42,7 +42,7 @@ class Wrong(MlxRuntime):
     modes: tuple[ExecutionMode, ...] = ()
     failure: Exception | None = None
 
-    def __init__(self, model: nn.Module, served: Served) -> None:
+    def __init__(self, model: nn.Module, served: MlxExecution) -> None:
         self._is_wrong = served.description.execution_mode in self.modes or served.kernel is not None
         super().__init__(model, replace(served, kernel=None))
 
@@ -153,7 +153,7 @@ def test_a_failure_that_no_other_mode_avoids_is_raised(llama: nn.Module, failure
 class WithKernel(MlxRuntime):
     """Runtime that has a kernel and never calls it."""
 
-    def __init__(self, model: nn.Module, served: Served) -> None:
+    def __init__(self, model: nn.Module, served: MlxExecution) -> None:
         super().__init__(model, replace(served, kernel=None))
 
 

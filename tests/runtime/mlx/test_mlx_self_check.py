@@ -19,11 +19,11 @@ from rootstock.cache.families import SlidingWindow
 from rootstock.cache.plan import Plan
 from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.runtime.mlx import kv_pool, rows, state_pool
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import noise, own_logits, self_check
-from rootstock.runtime.mlx.survey import Unsupported
+from rootstock.runtime.mlx.survey import UnsupportedModel
 from rootstock.runtime.mlx.weights import cast, quantize
-from rootstock.runtime.trial import Disagreement, Verdict, largest_difference, relative_error
+from rootstock.runtime.trial import Disagreement, TrialResult, largest_difference, relative_error
 from runtime.mlx.helpers import served
 
 TOKENS = np.random.default_rng(0).integers(0, 512, 45).astype(np.int32)
@@ -33,8 +33,8 @@ def check(
     model: nn.Module,
     dtype: str = "float32",
     mode: ExecutionMode = "batched",
-    runtime: Callable[[nn.Module, Served], Any] = MlxRuntime,
-) -> Verdict:
+    runtime: Callable[[nn.Module, MlxExecution], Any] = MlxRuntime,
+) -> TrialResult:
     its = served(model, dtype, mode)
     return self_check(model, its.description, lambda: runtime(model, its), lambda done: None)
 
@@ -125,17 +125,19 @@ def of_rows(name: str, wrong: Callable[[Any, Any], Any]) -> Callable[[pytest.Mon
 
 
 def a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = state_pool.StatePool.joined
+    own = state_pool.MlxStatePool.joined
 
     def joined(self: Any, slots: Any) -> Any:
         return {path: [mx.zeros_like(a) for a in arrays] for path, arrays in own(self, slots).items()}
 
-    monkeypatch.setattr(state_pool.StatePool, "joined", joined)
+    monkeypatch.setattr(state_pool.MlxStatePool, "joined", joined)
 
 
 def swapped_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = state_pool.StatePool.joined
-    monkeypatch.setattr(state_pool.StatePool, "joined", lambda self, slots: own(self, list(reversed(slots))))
+    own = state_pool.MlxStatePool.joined
+    monkeypatch.setattr(
+        state_pool.MlxStatePool, "joined", lambda self, slots: own(self, list(reversed(slots)))
+    )
 
 
 def keys_one_slot_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,5 +250,5 @@ def test_only_tokens_are_shaken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_an_embedding_module_is_told() -> None:
-    with pytest.raises(Unsupported, match="embeds its tokens in no module of its own"):
+    with pytest.raises(UnsupportedModel, match="embeds its tokens in no module of its own"):
         noise(Bare(embeds=False), TOKENS, "float32", largest_difference)

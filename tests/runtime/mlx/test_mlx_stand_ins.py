@@ -11,7 +11,7 @@ import pytest
 from rootstock.cache.families import SlidingWindow
 from rootstock.runtime.mlx.kv_pool import LayerPool
 from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, Visible
-from rootstock.runtime.mlx.survey import LayerShape
+from rootstock.runtime.mlx.survey import MlxLayerShape
 from runtime.mlx.helpers import BLOCKS, FULL, SIZE, Call, drawn
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 4
@@ -19,7 +19,9 @@ WINDOW = SlidingWindow(1, 1, 5)
 
 
 def made(call: Call, shares_values: bool = False, grouped_masks: bool = False) -> StandIn:
-    shape = LayerShape(0, HEADS, KEY_DIM, KEY_DIM if shares_values else VALUE_DIM, mx.float32, shares_values)
+    shape = MlxLayerShape(
+        0, HEADS, KEY_DIM, KEY_DIM if shares_values else VALUE_DIM, mx.float32, shares_values
+    )
     return StandIn(call.rows, LayerPool(shape, SIZE * BLOCKS), GivenArrays(), grouped_masks)
 
 

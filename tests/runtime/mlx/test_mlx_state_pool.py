@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from rootstock.cache.plan import StateCopy
 from rootstock.cache.types import SlotId
 from rootstock.runtime.mlx.kv_pool import evaluate
-from rootstock.runtime.mlx.state_pool import StatePool, States
-from rootstock.runtime.mlx.survey import StateShape
+from rootstock.runtime.mlx.state_pool import MlxStatePool, States
+from rootstock.runtime.mlx.survey import MlxStateShape
 from rootstock.units import MIB
 
 SLOTS = 8
 CONVOLUTION, RECURRENT = (0,), (2, 1)
-SHAPES: dict[tuple[int, ...], tuple[StateShape | None, ...]] = {
-    CONVOLUTION: (StateShape((3, 2), mx.bfloat16), None),
-    RECURRENT: (StateShape((4,), mx.float32), StateShape((2, 2), mx.float32)),
+SHAPES: dict[tuple[int, ...], tuple[MlxStateShape | None, ...]] = {
+    CONVOLUTION: (MlxStateShape((3, 2), mx.bfloat16), None),
+    RECURRENT: (MlxStateShape((4,), mx.float32), MlxStateShape((2, 2), mx.float32)),
 }
 
 
@@ -56,16 +56,16 @@ def assert_row(ours: States, row: int, states: States, its_row: int) -> None:
         assert np.array_equal(a, b)
 
 
-def copy(pool: StatePool, *pairs: tuple[int, int]) -> None:
+def copy(pool: MlxStatePool, *pairs: tuple[int, int]) -> None:
     pool.copy([StateCopy(SlotId(source), SlotId(target)) for source, target in pairs])
 
 
 @pytest.fixture
-def pool() -> StatePool:
-    return StatePool(SHAPES, SLOTS)
+def pool() -> MlxStatePool:
+    return MlxStatePool(SHAPES, SLOTS)
 
 
-def test_a_batch_stays_joined_while_the_same_sequences_run(pool: StatePool) -> None:
+def test_a_batch_stays_joined_while_the_same_sequences_run(pool: MlxStatePool) -> None:
     states = drawn(3, 1)
     pool.put([4, 0, 6], states)
     again = pool.joined([4, 0, 6])
@@ -75,7 +75,7 @@ def test_a_batch_stays_joined_while_the_same_sequences_run(pool: StatePool) -> N
 
 
 @pytest.mark.parametrize("slots", [[0], [6, 4], [0, 4, 6], [4, 0], [6, 0, 4]])
-def test_other_sequences_get_their_own_states(pool: StatePool, slots: Sequence[int]) -> None:
+def test_other_sequences_get_their_own_states(pool: MlxStatePool, slots: Sequence[int]) -> None:
     put = [4, 0, 6]
     states = drawn(3, 1)
     pool.put(put, states)
@@ -84,7 +84,7 @@ def test_other_sequences_get_their_own_states(pool: StatePool, slots: Sequence[i
         assert_row(taken, row, states, put.index(slot))
 
 
-def test_batches_one_after_the_other_keep_the_states_of_those_that_pause(pool: StatePool) -> None:
+def test_batches_one_after_the_other_keep_the_states_of_those_that_pause(pool: MlxStatePool) -> None:
     """Runs random subsets, beside a plain dictionary."""
     random, latest = np.random.default_rng(0), dict[int, tuple[States, int]]()
     for step in range(40):
@@ -101,7 +101,7 @@ def test_batches_one_after_the_other_keep_the_states_of_those_that_pause(pool: S
         assert_row(pool.joined([slot]), 0, states, row)
 
 
-def test_an_array_that_the_model_never_sets_stays_none(pool: StatePool) -> None:
+def test_an_array_that_the_model_never_sets_stays_none(pool: MlxStatePool) -> None:
     pool.put([1, 2], drawn(2, 1))
     assert pool.joined([2, 1])[CONVOLUTION][1] is None
     pool.place(3, pool.read(1))
@@ -109,12 +109,12 @@ def test_an_array_that_the_model_never_sets_stays_none(pool: StatePool) -> None:
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS])
-def test_a_slot_outside_of_the_pool_is_refused(pool: StatePool, slot: int) -> None:
+def test_a_slot_outside_of_the_pool_is_refused(pool: MlxStatePool, slot: int) -> None:
     with pytest.raises(AssertionError, match="no such slot"):
         pool.joined([slot])
 
 
-def test_a_slot_that_no_forward_has_filled_has_no_state(pool: StatePool) -> None:
+def test_a_slot_that_no_forward_has_filled_has_no_state(pool: MlxStatePool) -> None:
     pool.put([1], drawn(1, 1))
     with pytest.raises(KeyError):
         pool.joined([2])
@@ -123,7 +123,7 @@ def test_a_slot_that_no_forward_has_filled_has_no_state(pool: StatePool) -> None
 # ---- copies
 
 
-def test_a_checkpoint_keeps_the_state_at_which_it_was_made(pool: StatePool) -> None:
+def test_a_checkpoint_keeps_the_state_at_which_it_was_made(pool: MlxStatePool) -> None:
     states, later = drawn(2, 1), drawn(2, 2)
     pool.put([0, 1], states)
     copy(pool, (1, 5))
@@ -135,7 +135,7 @@ def test_a_checkpoint_keeps_the_state_at_which_it_was_made(pool: StatePool) -> N
     assert_row(pool.joined([0]), 0, later, 0)
 
 
-def test_copies_are_made_one_after_the_other(pool: StatePool) -> None:
+def test_copies_are_made_one_after_the_other(pool: MlxStatePool) -> None:
     states = drawn(3, 1)
     pool.put([0, 1, 2], states)
     copy(pool, (0, 1), (1, 2), (2, 7))
@@ -143,7 +143,7 @@ def test_copies_are_made_one_after_the_other(pool: StatePool) -> None:
         assert_row(pool.joined([slot]), 0, states, 0)
 
 
-def test_a_copy_of_an_unfilled_slot_leaves_its_target_unfilled(pool: StatePool) -> None:
+def test_a_copy_of_an_unfilled_slot_leaves_its_target_unfilled(pool: MlxStatePool) -> None:
     pool.put([0], drawn(1, 1))
     copy(pool, (3, 0))
     with pytest.raises(KeyError):
@@ -153,7 +153,7 @@ def test_a_copy_of_an_unfilled_slot_leaves_its_target_unfilled(pool: StatePool) 
 # ---- bytes
 
 
-def test_a_state_that_is_read_and_placed_elsewhere_is_the_same(pool: StatePool) -> None:
+def test_a_state_that_is_read_and_placed_elsewhere_is_the_same(pool: MlxStatePool) -> None:
     states = drawn(3, 1)
     pool.put([0, 1, 2], states)
     read = pool.read(1)
@@ -170,7 +170,7 @@ def test_a_state_that_is_read_and_placed_elsewhere_is_the_same(pool: StatePool) 
     ]
 
 
-def test_bytes_are_those_of_the_arrays_layer_by_layer(pool: StatePool) -> None:
+def test_bytes_are_those_of_the_arrays_layer_by_layer(pool: MlxStatePool) -> None:
     states = drawn(2, 1)
     pool.put([3, 4], states)
     kept = [array[1] for arrays in states.values() for array in arrays if array is not None]
@@ -178,7 +178,7 @@ def test_bytes_are_those_of_the_arrays_layer_by_layer(pool: StatePool) -> None:
     assert [buffer.tobytes() for buffer in pool.read(4)] == expected
 
 
-def test_a_state_that_was_placed_is_a_copy_of_the_buffers(pool: StatePool) -> None:
+def test_a_state_that_was_placed_is_a_copy_of_the_buffers(pool: MlxStatePool) -> None:
     states = drawn(1, 1)
     pool.put([0], states)
     buffers = pool.read(0)
@@ -197,13 +197,16 @@ def large(count: int) -> States:
     return states
 
 
-def used_by(pool: StatePool, before: int) -> int:
+def used_by(pool: MlxStatePool, before: int) -> int:
     """Returns the MiB that are in use beyond `before` bytes."""
     return round((mx.get_active_memory() - before) / MIB)
 
 
 def test_one_state_does_not_keep_the_memory_of_its_batch() -> None:
-    before, pool = mx.get_active_memory(), StatePool({(0,): (StateShape((MIB // 4,), mx.float32),)}, SLOTS)
+    before, pool = (
+        mx.get_active_memory(),
+        MlxStatePool({(0,): (MlxStateShape((MIB // 4,), mx.float32),)}, SLOTS),
+    )
     pool.put(range(SLOTS), large(SLOTS))
     assert used_by(pool, before) == SLOTS
     copy(pool, (3, 3))
@@ -213,7 +216,7 @@ def test_one_state_does_not_keep_the_memory_of_its_batch() -> None:
     assert used_by(pool, before) == 0
 
 
-def test_a_dropped_state_of_the_last_batch_leaves_the_others(pool: StatePool) -> None:
+def test_a_dropped_state_of_the_last_batch_leaves_the_others(pool: MlxStatePool) -> None:
     states = drawn(3, 1)
     pool.put([0, 1, 2], states)
     pool.drop([1, 7])
@@ -225,7 +228,10 @@ def test_a_dropped_state_of_the_last_batch_leaves_the_others(pool: StatePool) ->
 
 
 def test_a_checkpoint_takes_memory_only_when_its_sequence_moves_on() -> None:
-    before, pool = mx.get_active_memory(), StatePool({(0,): (StateShape((MIB // 4,), mx.float32),)}, SLOTS)
+    before, pool = (
+        mx.get_active_memory(),
+        MlxStatePool({(0,): (MlxStateShape((MIB // 4,), mx.float32),)}, SLOTS),
+    )
     pool.put([0], large(1))
     copy(pool, (0, 1), (1, 2))
     assert used_by(pool, before) == 1

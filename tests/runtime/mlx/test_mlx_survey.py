@@ -12,7 +12,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from mlx_checkpoints import make_mlx_model
 from rootstock.cache.families import ChunkedAttention, Family, FullAttention, RecurrentState, SlidingWindow
-from rootstock.runtime.mlx.survey import Unsupported, survey
+from rootstock.runtime.mlx.survey import UnsupportedModel, survey
 
 OF_LAYER = 2 * 4 * 16 * 4  # bytes of K and V in float32, with 4 heads of 16
 OF_SHARED_HEADS = OF_LAYER // 2
@@ -78,7 +78,7 @@ class NoCache:
     ids=lambda value: type(value).__name__,
 )
 def test_a_cache_of_an_unknown_kind_is_refused_by_its_name(cache: Any, said: str) -> None:
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(UnsupportedModel, match=said):
         survey(Model(cache, lambda cache, tokens: None))
 
 
@@ -119,7 +119,7 @@ def last_tokens(cache: Any, tokens: int) -> None:
 def test_a_known_cache_that_is_used_in_another_way_is_refused(
     cache: Any, use: Callable[[Any, int], object], said: str
 ) -> None:
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(UnsupportedModel, match=said):
         survey(Model(cache, use))
 
 

@@ -26,7 +26,7 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
-from rootstock.runtime.torch.state_pool import StateCache, StateKey, StatePool, StateShape
+from rootstock.runtime.torch.state_pool import StateCache, StateKey, TorchStatePool, TorchStateShape
 from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
 from twins.driving import allocate, packed_logits, random_tokens
@@ -236,10 +236,10 @@ def test_an_unknown_state_dtype_stops_the_start() -> None:
 def test_states_are_found_by_the_index_of_their_layer() -> None:
     """transformers 5.17 reads `cache.layers[i]`, later versions call the cache's methods."""
     shapes = [
-        StateShape(StateKey(3, "conv_states", 0), (2, 4), torch.float32, torch.float32, conv_kernel=4),
-        StateShape(StateKey(3, "recurrent_states", 0), (5,), torch.float32, torch.float32),
+        TorchStateShape(StateKey(3, "conv_states", 0), (2, 4), torch.float32, torch.float32, conv_kernel=4),
+        TorchStateShape(StateKey(3, "recurrent_states", 0), (5,), torch.float32, torch.float32),
     ]
-    pool, slots = StatePool(shapes, 2, torch.device("cpu")), torch.tensor([1])
+    pool, slots = TorchStatePool(shapes, 2, torch.device("cpu")), torch.tensor([1])
     pool.write(shapes[0], slots, torch.ones(1, 2, 4))
     pool.write(shapes[1], slots, torch.full((1, 5), 2.0))
     cache = StateCache(pool, slots, continues=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
-from rootstock.runtime.torch.module_parts import Part, PartByPart, PartCache, StepCache
+from rootstock.runtime.torch.module_parts import PartByPart, PartCache, StepCache, StepPart
 
 
 class Kept(PartCache):
@@ -29,13 +29,13 @@ class Step(StepCache):
         super().__init__()
         self.caches = [Kept(), Kept(), Kept()]
 
-    def groups(self) -> Iterator[Part]:
-        yield Part(torch.tensor([[0, 1], [3, 4]]), self.caches[0], -1)
-        yield Part(torch.tensor([[2]]), self.caches[1], -1)
+    def groups(self) -> Iterator[StepPart]:
+        yield StepPart(torch.tensor([[0, 1], [3, 4]]), self.caches[0], -1)
+        yield StepPart(torch.tensor([[2]]), self.caches[1], -1)
 
-    def sequences(self) -> Iterator[Part]:
+    def sequences(self) -> Iterator[StepPart]:
         for rows, past, cache in zip(([0, 1], [2], [3, 4]), (0, 3, 2), self.caches, strict=True):
-            yield Part(torch.tensor([rows]), cache, past)
+            yield StepPart(torch.tensor([rows]), cache, past)
 
 
 class Echo(nn.Module):

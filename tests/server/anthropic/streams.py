@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rootstock.engine.output.deltas import CallArguments, CallEnded, CallStarted, Delta, TextDelta
 from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.server.anthropic.answers import MessageFormat, MessageWriter, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
+from rootstock.text.output.deltas import CallArguments, CallEnded, CallStarted, ContentDelta, Delta
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ class ScriptedParser:
     def push(self, text: str) -> list[Delta]:
         found = list[Delta]()
         for word in text.split():
-            found += self._script[int(word)] if word.isdigit() else [TextDelta(word)]
+            found += self._script[int(word)] if word.isdigit() else [ContentDelta(word)]
         return found
 
     def finish(self) -> list[Delta]:

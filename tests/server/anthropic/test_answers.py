@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
 from rootstock.engine.request import Usage
 from rootstock.errors import QueueFull, StepFailed
 from rootstock.server.anthropic.answers import PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.signatures import text_held
 from rootstock.server.wire import ChoiceHistory
+from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta
 from server.anthropic.streams import call, events_in, finished, format_of, message_of, streamed
 
 THINKING = [ReasoningDelta("I should "), ReasoningDelta("look.")]
@@ -42,10 +42,10 @@ def content_of(script: list[list[Delta]], style: AnswerStyle | None = None) -> l
 def test_thinking_text_and_calls_are_blocks_in_the_order_of_the_model() -> None:
     script: list[list[Delta]] = [
         [THINKING[0]],
-        [THINKING[1], TextDelta("Let me ")],
-        [TextDelta("look.\n"), *call(0, "read", '{"path": ', '"a.txt"}')],
+        [THINKING[1], ContentDelta("Let me ")],
+        [ContentDelta("look.\n"), *call(0, "read", '{"path": ', '"a.txt"}')],
         call(1, "list"),
-        [TextDelta(" Done.")],
+        [ContentDelta(" Done.")],
     ]
     thinking, text, read, listed, last = content_of(script)
     assert thinking["thinking"] == "I should look."
@@ -65,19 +65,19 @@ def test_arguments_stream_as_the_model_writes_them_and_empty_ones_are_an_object(
 
 def test_whitespace_alone_makes_no_block_and_is_kept_before_and_within_text() -> None:
     script: list[list[Delta]] = [
-        [TextDelta("\n"), TextDelta("\n"), *call(0, "a")],
-        [TextDelta("\n\n"), *call(1, "b")],
-        [TextDelta(" \n"), TextDelta("x"), TextDelta(" "), TextDelta("y ")],
-        [*call(2, "c"), TextDelta("\n")],
+        [ContentDelta("\n"), ContentDelta("\n"), *call(0, "a")],
+        [ContentDelta("\n\n"), *call(1, "b")],
+        [ContentDelta(" \n"), ContentDelta("x"), ContentDelta(" "), ContentDelta("y ")],
+        [*call(2, "c"), ContentDelta("\n")],
     ]
     kinds = [block.get("name") or block["text"] for block in content_of(script)]
     assert kinds == ["a", "b", " \nx y ", "c"]
-    assert content_of([[TextDelta(" \n ")]]) == []
+    assert content_of([[ContentDelta(" \n ")]]) == []
     assert content_of([[]]) == []
 
 
 def test_a_malformed_call_is_text_in_its_place_and_a_stream_keeps_its_block_too() -> None:
-    script: list[list[Delta]] = [[TextDelta("So: "), *call(0, "read", "{'path'", ": 1}")], call(1, "list")]
+    script: list[list[Delta]] = [[ContentDelta("So: "), *call(0, "read", "{'path'", ": 1}")], call(1, "list")]
     content = whole(script)["content"]
     assert [block["type"] for block in content] == ["text", "tool_use"]
     assert content[0]["text"] == "So: <call>{'path': 1}</call>"
@@ -95,22 +95,22 @@ def test_a_malformed_call_is_text_in_its_place_and_a_stream_keeps_its_block_too(
 
 def test_omitted_thinking_is_in_the_signature() -> None:
     style = AnswerStyle(shows_thinking=False)
-    [thinking, _] = content_of([[*THINKING, TextDelta("é")]], style)
+    [thinking, _] = content_of([[*THINKING, ContentDelta("é")]], style)
     assert thinking["thinking"] == ""
     assert text_held(thinking["signature"]) == "I should look."
-    [shown, _] = content_of([[*THINKING, TextDelta("é")]])
+    [shown, _] = content_of([[*THINKING, ContentDelta("é")]])
     assert text_held(shown["signature"]) == ""
 
 
 def test_only_the_first_call_is_shown_where_parallel_calls_are_disabled() -> None:
-    content = content_of([call(0, "a"), call(1, "b"), [TextDelta("!")]], AnswerStyle(parallel=False))
+    content = content_of([call(0, "a"), call(1, "b"), [ContentDelta("!")]], AnswerStyle(parallel=False))
     assert [block.get("name") for block in content] == ["a", None]
 
 
 parts = st.sampled_from(["", " ", "\n", "a", "é\u2028", '"'])
 deltas = st.lists(
     st.one_of(
-        st.builds(lambda text: [TextDelta(text)], parts),
+        st.builds(lambda text: [ContentDelta(text)], parts),
         st.builds(lambda text: [ReasoningDelta(text)], parts.filter(bool)),
         st.sampled_from([["{}"], ['{"a": ', "1}"], [], ['{"a": "\\ud83d']]),
     ),
@@ -149,7 +149,7 @@ def test_any_answer_has_the_same_blocks_whole_and_streamed(script: Any, parallel
     ],
 )
 def test_the_reason_of_the_stop(end: Any, has_calls: bool, reason: str, sequence: str | None) -> None:
-    script = [call(0, "a")] if has_calls else [[TextDelta("a")]]
+    script = [call(0, "a")] if has_calls else [[ContentDelta("a")]]
     for message in (message_of(streamed(script, end=end)), whole(script, end=end)):
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
@@ -179,7 +179,7 @@ def test_a_message_begins_with_the_first_token_and_the_numbers_of_its_prompt() -
     writer = format_of([]).stream()
     assert writer.begin() == ""
     assert list(events_in(writer.keep_alive())) == [{"type": "ping"}]
-    start, *_, delta, _ = streamed([[TextDelta("a")], [TextDelta("b")]])
+    start, *_, delta, _ = streamed([[ContentDelta("a")], [ContentDelta("b")]])
     assert start["message"]["usage"]["cache_read_input_tokens"] == 60
     assert start["message"]["usage"]["output_tokens"] == 1
     assert delta["usage"] == {
@@ -206,11 +206,11 @@ def test_edits_and_diagnostics_are_told_where_they_are_asked_for() -> None:
     end = finished(diagnosis=diagnosis)
     for message in (
         message_of(streamed([], end=end, **fields)),
-        whole([[TextDelta("a")]], end=end, **fields),
+        whole([[ContentDelta("a")]], end=end, **fields),
     ):
         assert message["context_management"] == {"applied_edits": [edit]}
         assert message["diagnostics"] == {"cache_miss_reason": None}
-    for message in (message_of(streamed([])), whole([[TextDelta("a")]])):
+    for message in (message_of(streamed([])), whole([[ContentDelta("a")]])):
         assert not {"context_management", "diagnostics"} & message.keys()
 
 
@@ -225,6 +225,6 @@ def test_an_error_in_mid_stream_is_an_event(error: Any, kind: str) -> None:
 
 def test_events_are_json_of_any_text() -> None:
     odd = 'a"\\\n\u2028\x00é\U0001f600'
-    [block] = content_of([[TextDelta(odd)]])
+    [block] = content_of([[ContentDelta(odd)]])
     assert block["text"] == odd
     assert json.loads(json.dumps(block)) == block

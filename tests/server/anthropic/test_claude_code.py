@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.prompts.chat_tokenizers import chat_tokenizer
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.pipeline.model import ChatRules, ServedModel
 from rootstock.server.anthropic.calls import counted_tokens, messages_call
 from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.anthropic.signatures import signature_of
-from rootstock.server.wire import ServedModel
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
+from text.prompts.chat_tokenizers import chat_tokenizer
 
 Json = dict[str, Any]
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -159,7 +159,7 @@ def test_a_new_session_shares_the_head_although_its_version_differs(template: st
     one = prompt(model, request([]))
     other = prompt(model, request([{"role": "user", "content": "Another task."}], version="b0b"))
     assert common(one, other) >= 0.93 * len(one)
-    kept = model_of(template, drop_volatile=False)
+    kept = model_of(template, rules=ChatRules(drop_volatile=False))
     two, third = (prompt(kept, request([], version=version)) for version in ("4a5", "b0b"))
     assert common(two, third) < common(one, other)
 

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.engine.conversation.types import (
+from rootstock.errors import RequestError
+from rootstock.server.anthropic.client_tools import CLIENT_TOOLS
+from rootstock.server.anthropic.conversation import conversation_of
+from rootstock.server.anthropic.signatures import holding, signature_of, text_held
+from rootstock.server.anthropic.tool_use_ids import call_id_of, tool_use_id
+from rootstock.text.conversation.types import (
     Medium,
     Message,
     PrefixMark,
@@ -21,12 +26,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import MAX_MARKS
-from rootstock.errors import RequestError
-from rootstock.server.anthropic.client_tools import CLIENT_TOOLS
-from rootstock.server.anthropic.conversation import conversation_of
-from rootstock.server.anthropic.signatures import holding, signature_of, text_held
-from rootstock.server.anthropic.tool_use_ids import call_id_of, tool_use_id
+from rootstock.text.limits import MAX_MARKS
 
 MARK = {"type": "ephemeral"}
 MARKED = PrefixMark("cache_control", 300.0)

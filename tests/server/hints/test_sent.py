@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi import Request
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 
-from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, Retention, Verdict
-from rootstock.engine.conversation.types import PrefixMark
-from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
+from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.schema import MessagesRequest
@@ -22,6 +19,8 @@ from rootstock.server.hints.headers import MAX_SESSION_CHARS, HeaderHints, heade
 from rootstock.server.hints.sent import NO_HINTS, SentHints, sent_hints
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.responses.schema import ResponseRequest
+from rootstock.text.conversation.types import PrefixMark
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark
 
 Json = dict[str, Any]
 USER = [{"role": "user", "content": "Hello?"}]
@@ -37,7 +36,7 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 def head(**headers: str) -> HeaderHints:
     """Returns the hints of headers, whose names have "_" for "-"."""
     sent = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
-    return asyncio.run(header_hints(Request({"type": "http", "headers": sent})))
+    return header_hints(Headers(raw=sent))
 
 
 def read(
@@ -58,7 +57,7 @@ def told(sent: SentHints) -> dict[str, str]:
 
 
 def retained(path: str, **fields: Any) -> CacheHints:
-    return CacheHints("ann", retentions=(Retention(path, **fields),))
+    return CacheHints("ann", retentions=(RetentionWish(path, **fields),))
 
 
 def envelope(*directives: Any, **action: Any) -> Json:
@@ -105,7 +104,7 @@ DIALECTS: dict[str, tuple[Json, CacheHints]] = {
             "ann",
             "s",
             "nvext.session_control.session_id",
-            retentions=(Retention("nvext.session_control.timeout", ttl_s=60.0),),
+            retentions=(RetentionWish("nvext.session_control.timeout", ttl_s=60.0),),
         ),
     ),
     "Dynamo's context": (
@@ -118,7 +117,7 @@ DIALECTS: dict[str, tuple[Json, CacheHints]] = {
             "ann",
             "s",
             "agent_hint.session_id",
-            retentions=(Retention("agent_hint.cache_control", ttl_s=30.5),),
+            retentions=(RetentionWish("agent_hint.cache_control", ttl_s=30.5),),
         ),
     ),
     "vLLM's eviction": (
@@ -135,9 +134,9 @@ DIALECTS: dict[str, tuple[Json, CacheHints]] = {
         CacheHints(
             "ann",
             retentions=(
-                Retention(f"{DIRECTIVES}[0]", 100, 60.0, 90),
-                Retention(f"{DIRECTIVES}[1]", None, None, 50),
-                Retention(f"{DIRECTIVES}[2]", None, 0.0, 0),
+                RetentionWish(f"{DIRECTIVES}[0]", 100, 60.0, 90),
+                RetentionWish(f"{DIRECTIVES}[1]", None, None, 50),
+                RetentionWish(f"{DIRECTIVES}[2]", None, 0.0, 0),
             ),
         ),
     ),
@@ -174,8 +173,8 @@ def test_marks_are_kept_for_their_time_and_breakpoints_for_that_of_the_request()
     assert found.cache == CacheHints(
         "ann",
         retentions=(
-            Retention("system[0].cache_control", 10, 3600.0),
-            Retention("messages[0].content[0].prompt_cache_breakpoint", 20, 1800.0),
+            RetentionWish("system[0].cache_control", 10, 3600.0),
+            RetentionWish("messages[0].content[0].prompt_cache_breakpoint", 20, 1800.0),
         ),
     )
     assert told(found) == {"messages[1].content[0].cache_control": "refused"}
@@ -222,7 +221,7 @@ def test_headers_of_dynamo_end_sessions_and_override_priorities() -> None:
     }  # fmt: skip
     found = read(fields, **headers)
     assert found.cache == CacheHints(
-        "ann", "d", "X-Dynamo-Session-ID", True, (Retention("X-Dynamo-Request-Priority", priority=-5),)
+        "ann", "d", "X-Dynamo-Session-ID", True, (RetentionWish("X-Dynamo-Request-Priority", priority=-5),)
     )
     assert told(found) == {
         "X-Dynamo-Session-Final": "accepted",
@@ -282,8 +281,8 @@ def test_of_several_times_and_priorities_the_first_counts() -> None:
     assert found.cache == CacheHints(
         "ann",
         retentions=(
-            Retention("nvext.cache_control", ttl_s=3600.0),
-            Retention("nvext.agent_hints.priority", priority=5),
+            RetentionWish("nvext.cache_control", ttl_s=3600.0),
+            RetentionWish("nvext.agent_hints.priority", priority=5),
         ),
     )
     assert told(found) == dict.fromkeys(

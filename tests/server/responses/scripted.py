@@ -13,22 +13,22 @@ import pytest
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.output.deltas import (
-    CallArguments,
-    CallEnded,
-    CallStarted,
-    Delta,
-    Markup,
-    ReasoningDelta,
-    TextDelta,
-)
-from rootstock.engine.output.reasoning_tokens import CountingParser
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.runtime.base import Batch, Logits
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.server.wire import PreparedChat, ServedModel
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.text.output.deltas import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    ContentDelta,
+    Delta,
+    Markup,
+    ReasoningDelta,
+)
+from rootstock.text.output.reasoning_tokens import CountingParser
 
 ASSISTANT = 256 + ByteTokenizer.SPECIAL.index("<|assistant|>")
 
@@ -103,7 +103,7 @@ class MarkedParser:
         if self._state == "call":
             self._arguments += text
             return [CallArguments(self._calls - 1, text)]
-        return [ReasoningDelta(text) if self._state == "reasoning" else TextDelta(text)]
+        return [ReasoningDelta(text) if self._state == "reasoning" else ContentDelta(text)]
 
 
 class ScriptedRuntime(FakeRuntime):

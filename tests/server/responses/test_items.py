@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from rootstock.engine.constraints.asked import Lark
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, RootstockError, Unsupported
+from rootstock.server.responses.items import messages_of
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.tools import ClientTool, Toolbox, ToolKind, tool_choice_of
+from rootstock.text.constraints.asked import Lark
+from rootstock.text.conversation.types import (
     Message,
     PrefixMark,
     Reasoning,
@@ -17,11 +21,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import MAX_MESSAGES
-from rootstock.errors import InvalidParameter, RootstockError, Unsupported
-from rootstock.server.responses.items import messages_of
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.tools import ClientTool, Kind, Toolbox, tool_choice_of
+from rootstock.text.limits import MAX_MESSAGES
 
 Json = dict[str, Any]
 
@@ -177,7 +177,7 @@ def test_tools_that_a_search_finds_appear_where_they_are_found() -> None:
         ("late", True),
         ("crm__find", True),
     ]
-    assert tools.client_tool("crm__find") == ClientTool(Kind.FUNCTION, "find", "crm")
+    assert tools.client_tool("crm__find") == ClientTool(ToolKind.FUNCTION, "find", "crm")
     # Without a search, no request would show them.
     hosted = Toolbox()
     hosted.add([{"type": "tool_search"}, function("late", defer_loading=True)], "tools")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.engine.output.reasoning_tokens import CountingParser
 from rootstock.server.responses.output import Output, OutputSettings, WholeCalls
 from rootstock.server.responses.tools import Toolbox
+from rootstock.text.output.reasoning_tokens import CountingParser
 from server.responses.events import checked
 from server.responses.scripted import MarkedParser
 

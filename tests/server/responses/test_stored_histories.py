@@ -10,8 +10,6 @@ import pytest
 
 from hostile_bodies import RESPONSE_BODIES, nested
 from rootstock.config import ServerConfig
-from rootstock.engine.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.responses.items import kept_items, messages_of
@@ -19,6 +17,8 @@ from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
 from rootstock.server.responses.tools import Toolbox
+from rootstock.text.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
+from rootstock.text.prompts.salt import salt_of
 from rootstock.units import KIB, MIB
 from server.conftest import Served, assert_error, served_by_oracle
 

@@ -1,10 +1,11 @@
-"""Disk tier without failures of the disk: contents, order of eviction, cap, archives, clocks."""
+"""Disk tier without failures of the disk: contents, order of eviction, cap, copies, clocks."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -460,63 +461,17 @@ def test_an_unreadable_index_is_reported_and_kept_when_opened_as_found(tmp_path:
     open_tier(folder).close()  # the lock was given back
 
 
-def test_an_unreadable_record_of_an_archive_is_skipped(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    stored = records(4, 3000)
-    tier.store(stored)
-    path = tmp_path / "prefixes"
-    tier.export(keys_of(stored), path)
-    files = FaultyFiles()
-    # The manifest takes 2 reads, and each record 5: prefix, header, 3 buffers. The second record's header fails.
-    files.fail = lambda name: errno.EIO if name == "read" and files.calls.count("read") == 2 + 5 + 2 else 0
-    other = open_tier(tmp_path / "other", files=files)
-    imported = other.import_(path)
-    assert [type(outcome) for outcome in imported.outcomes] == [Stored] * 3  # type: ignore[union-attr]
-    assert [miss.kind for miss in imported.damaged] == [MissKind.IO_ERROR]  # type: ignore[union-attr]
-
-
-def test_an_archive_moves_records_to_another_directory(tmp_path: Path) -> None:
+def test_a_copied_directory_has_every_record(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     stored = records(6)
     tier.store(stored)
-    keys = [record.identity.key for record in stored[:4]]
-    exported = tier.export([*keys, b"?" * 16], tmp_path / "prefixes.rootstock")  # type: ignore[list-item]
-    assert (exported.records, len(exported.failures)) == (4, 1)  # type: ignore[union-attr]
-    assert exported.archive_bytes == (tmp_path / "prefixes.rootstock").stat().st_size  # type: ignore[union-attr]
-    other = open_tier(tmp_path / "other")
-    imported = other.import_(tmp_path / "prefixes.rootstock")
-    assert [type(outcome) for outcome in imported.outcomes] == [Stored] * 4  # type: ignore[union-attr]
-    assert all(is_right(other.load(record.identity), record) for record in stored[:4])
-    assert {entry.identity.key for entry in other.entries()} == set(keys)
-
-
-def test_a_damaged_archive_imports_no_wrong_record(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    stored = records(4, 300)
-    tier.store(stored)
-    path = tmp_path / "prefixes"
-    tier.export(keys_of(stored), path)
-    content = path.read_bytes()
-    rng = np.random.default_rng(1)
-    for case in range(60):
-        broken = bytearray(content)
-        if case % 2:
-            broken[int(rng.integers(8, len(broken)))] ^= 1 << int(rng.integers(8))
-        else:
-            del broken[int(rng.integers(len(broken))) :]
-        path.write_bytes(broken)
-        tier.clear()
-        tier.import_(path)
-        for record in stored:
-            result = tier.load(record.identity)
-            assert isinstance(result, Miss) or is_right(result, record)
-        if case % 2 == 0:
-            assert list(tier.entries()) == []
-
-
-def test_an_export_into_the_tiers_own_directory_is_refused(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    assert "own directory" in tier.export([], tmp_path / "tier" / "archive").reason  # type: ignore[union-attr]
+    tier.close()
+    shutil.copytree(tmp_path / "tier", tmp_path / "copy")
+    copy = open_tier(tmp_path / "copy")
+    assert all(is_right(copy.load(record.identity), record) for record in stored)
+    assert {entry.identity.key for entry in copy.entries()} == set(keys_of(stored))
+    again = open_tier(tmp_path / "tier")  # beside its copy
+    assert all(is_right(again.load(record.identity), record) for record in stored)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -1,6 +1,6 @@
 """Prefills in idle time: prompts that no request has sent yet are computed, or loaded from a tier, into the cache.
 
-No token is sampled. A prefill uses free rows and those of entries that are worth less than its own
+No token is sampled. A prefill uses free rows, and rows of entries that are worth less than its own
 (`KVCache.make_idle_room`). Its computed part stays in the cache when a request interrupts it.
 """
 
@@ -15,15 +15,16 @@ from enum import StrEnum
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.hints import CacheHints
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.work import ChunkPace
+from rootstock.engine.parts import Part
 from rootstock.engine.tiers.connector import LoadInFlight, TierConnector
 from rootstock.errors import EngineStopped, IdleWorkFull, PoolsLost
 from rootstock.runtime.base import Batch, Runtime, Segment
@@ -96,7 +97,7 @@ class IdleStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _PrefillJob:
     prefill: IdlePrefill
     scope: Scope
     submitted_at: float
@@ -105,11 +106,11 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    job: _Job
+    job: _PrefillJob
     lease: Lease
 
 
-class IdlePrefills:
+class IdlePrefills(Part):
     """The prefills that wait for idle time, and the one that runs. Any thread submits; the engine's thread owns the
     rest. `run_soon` queues a function for that thread."""
 
@@ -133,15 +134,15 @@ class IdlePrefills:
         self._run_soon = run_soon
         self._scope_of = scope_of
         self._pace = ChunkPace(IDLE_STEP_S, chunk_tokens)
-        self._queues: dict[IdleKind, deque[_Job]] = {kind: deque() for kind in IdleKind}
+        self._queues: dict[IdleKind, deque[_PrefillJob]] = {kind: deque() for kind in IdleKind}
         self._computing: _Computing | None = None
-        self._loading: tuple[_Job, Lease] | None = None
+        self._loading: tuple[_PrefillJob, Lease] | None = None
         self._namespaces: dict[str, set[Namespace]] = {}  # of owners' unused idle work
         self.expect: Callable[[IdlePrefill], None] = lambda prefill: (
             None
         )  # called when `comes_back` has ended
         self._lock = threading.Lock()  # of the fields below
-        self._open: dict[_Job, None] = {}
+        self._open: dict[_PrefillJob, None] = {}
         self._closed = False
         self._stats = IdleStats()
         self._ended: Counter[tuple[IdleKind, IdleEnd]] = Counter()
@@ -156,7 +157,7 @@ class IdlePrefills:
     def submit(self, prefill: IdlePrefill) -> None:
         """Queues a prefill. Raises IdleWorkFull and EngineStopped."""
         scope = self._scope_of(prefill.tokens, prefill.salt, prefill.adapter)
-        job = _Job(prefill, scope, self._clock())
+        job = _PrefillJob(prefill, scope, self._clock())
         with self._lock:
             if self._closed:
                 raise EngineStopped()
@@ -172,7 +173,7 @@ class IdlePrefills:
             self._open[job] = None
             self._run_soon(lambda: self._queues[prefill.kind].append(job))
 
-    def close(self) -> None:
+    def close(self, *, is_sound: bool = True) -> None:
         """Ends all prefills, and accepts no more."""
         with self._lock:
             self._closed = True
@@ -202,7 +203,15 @@ class IdlePrefills:
         self._put_back(computing.job)
         return True
 
-    def forget(self) -> None:
+    @property
+    def holds_rows(self) -> bool:
+        return self._computing is not None or self._loading is not None
+
+    @property
+    def next_poll_s(self) -> None:
+        return None
+
+    def restart(self) -> None:
         self._computing = self._loading = None
         for queue in self._queues.values():
             queue.clear()
@@ -211,24 +220,26 @@ class IdlePrefills:
         for job in left:
             self._end(job, IdleEnd.FAILED)
 
-    def clear(self, namespace: Namespace | None) -> None:
-        """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
+    def forget(self, namespace: Namespace | None) -> None:
+        """Drops the prefills of a namespace, or all: they would bring back cleared prefixes. Call `pause` before."""
         for queue in self._queues.values():
-            for job in [each for each in queue if is_in(each.scope, namespace)]:
+            for job in [each for each in queue if scope_touches(each.scope, namespace)]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
-        if self._loading is not None and is_in(self._loading[0].scope, namespace):
+        if self._loading is not None and scope_touches(self._loading[0].scope, namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
-    def drop_adapter(self, adapter: str) -> None:
-        """Drops the prefills of a LoRA adapter, which can be computed no more."""
+    def drop_adapter(self, fingerprint: str) -> None:
         self.pause()
         for queue in self._queues.values():
-            for job in [each for each in queue if each.prefill.adapter == adapter]:
+            for job in [each for each in queue if each.prefill.adapter == fingerprint]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
 
-    def stats(self) -> IdleStats:
+    def stats(self) -> dict[str, IdleStats]:
+        return {"idle": self.idle_stats()}
+
+    def idle_stats(self) -> IdleStats:
         ended: dict[str, dict[str, int]] = {}
         for (kind, end), count in self._ended.items():
             ended.setdefault(kind.value, {})[end.value] = count
@@ -280,10 +291,10 @@ class IdlePrefills:
         else:
             self._load(job, admitted, tier_hit)
 
-    def _match(self, job: _Job, tokens: Tokens) -> Match:
+    def _match(self, job: _PrefillJob, tokens: Tokens) -> Match:
         return self._cache.match(tokens, job.scope.namespace, public_tokens=job.scope.public_tokens)
 
-    def _owner_has_room(self, job: _Job, new_tokens: int) -> bool:
+    def _owner_has_room(self, job: _PrefillJob, new_tokens: int) -> bool:
         asker = job.prefill.owner
         if asker is None:
             return True
@@ -312,7 +323,7 @@ class IdlePrefills:
         tokens = lease.tokens[past : past + new]
         began = self._clock()
         try:
-            # A row of logits makes the forward's time that of its computation, also on devices that run behind.
+            # With a row of logits, the forward's time includes its computation, also on asynchronous devices.
             segment = Segment(tokens, past, lease.tables, 1, lease.slot, adapter=job.prefill.adapter)
             logits = self._runtime.forward(Batch([segment]))
         except PoolsLost:
@@ -342,10 +353,10 @@ class IdlePrefills:
         self._apply(self._cache.take_pending_plan())
         self._end(computing.job, end)
 
-    def _put_back(self, job: _Job) -> None:
+    def _put_back(self, job: _PrefillJob) -> None:
         self._queues[job.prefill.kind].appendleft(job)
 
-    def _end(self, job: _Job, end: IdleEnd) -> None:
+    def _end(self, job: _PrefillJob, end: IdleEnd) -> None:
         with self._lock:
             if job not in self._open:
                 return
@@ -360,13 +371,13 @@ class IdlePrefills:
 
     # ------------------------------------------------------------------------------------------- a load
 
-    def _tier_hit(self, job: _Job, match: Match) -> TierHit | None:
+    def _tier_hit(self, job: _PrefillJob, match: Match) -> TierHit | None:
         if self._tier_connector is None or not job.may_load:
             return None
         hit, choice = self._tier_connector.choose(match)
         return hit if choice is not None and choice.load else None
 
-    def _load(self, job: _Job, admitted: Admitted, tier_hit: TierHit) -> None:
+    def _load(self, job: _PrefillJob, admitted: Admitted, tier_hit: TierHit) -> None:
         """Begins a load that no request waits for, so that a slow tier delays none."""
         assert self._tier_connector is not None
         lease = admitted.lease
@@ -380,11 +391,11 @@ class IdlePrefills:
             lambda load, ended: self._run_soon(lambda: self._load_ended(job, load, ended)),
         )
 
-    def _load_ended(self, job: _Job, load: LoadInFlight, ended: LoadEnded) -> None:
+    def _load_ended(self, job: _PrefillJob, load: LoadInFlight, ended: LoadEnded) -> None:
         connector = self._tier_connector
         assert connector is not None
         if not connector.is_in_flight(load):
-            return  # the cache started anew meanwhile
+            return  # the cache was emptied meanwhile
         self._loading = None
         complete = connector.end(load, ended)
         if complete and job in self._open:
@@ -399,7 +410,7 @@ class IdlePrefills:
             self._put_back(job)
 
 
-def is_in(scope: Scope, namespace: Namespace | None) -> bool:
+def scope_touches(scope: Scope, namespace: Namespace | None) -> bool:
     """Returns whether a prompt has positions in a namespace. None: in any."""
     return namespace is None or scope.has(namespace)
 

@@ -12,10 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
+from rootstock.cache.lease import Lease
 from rootstock.cache.types import Tokens
-from rootstock.engine.idle.prefills import LEAST_GAIN, IdleEnd, IdleKind, IdlePrefill, IdlePrefills, is_in
+from rootstock.engine.idle.prefills import (
+    LEAST_GAIN,
+    IdleEnd,
+    IdleKind,
+    IdlePrefill,
+    IdlePrefills,
+    scope_touches,
+)
+from rootstock.engine.parts import Part
+from rootstock.engine.sequence import Sequence
 from rootstock.errors import RootstockError
 
 MOST_AWAITED, MOST_AWAITED_OF_OWNER = 256, 64
@@ -38,7 +48,7 @@ class _Awaited:
     loading: bool = False
 
 
-class AwaitedReturns:
+class AwaitedReturns(Part):
     """The conversations whose next request is awaited. Owned by the engine's thread."""
 
     def __init__(
@@ -72,9 +82,10 @@ class AwaitedReturns:
         while len(self._awaited) > MOST_AWAITED or self._tokens > MOST_AWAITED_TOKENS:
             self._drop(min(self._awaited, key=lambda each: each.since))
 
-    def returned(self, tokens: Tokens, scope: Scope) -> None:
-        """Notes a request. Ends the wait for its conversation, and learns how long it took."""
-        for awaited in [each for each in self._awaited if each.scope == scope]:
+    def first_token(self, sequence: Sequence, lease: Lease) -> None:
+        """Ends the wait for a request's conversation, and learns how long it took."""
+        tokens = sequence.request.tokens
+        for awaited in [each for each in self._awaited if each.scope == sequence.scope]:
             begin = awaited.prefill.tokens
             end = len(begin)
             if (
@@ -86,6 +97,10 @@ class AwaitedReturns:
                 self._drop(awaited)
 
     # ------------------------------------------------------------------------------------- for idle time
+
+    @property
+    def holds_rows(self) -> bool:
+        return False
 
     @property
     def next_poll_s(self) -> float | None:
@@ -112,13 +127,13 @@ class AwaitedReturns:
         """Holds no rows: there is nothing to release."""
         return False
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         self._awaited.clear()
         self._tokens = 0
 
-    def clear(self, namespace: Namespace | None) -> None:
+    def forget(self, namespace: Namespace | None) -> None:
         """Drops the conversations of a namespace, or all."""
-        for awaited in [each for each in self._awaited if is_in(each.scope, namespace)]:
+        for awaited in [each for each in self._awaited if scope_touches(each.scope, namespace)]:
             self._drop(awaited)
 
     def _poll(self, awaited: _Awaited, now: float) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 LEAST_TOKENS = 16  # of a chunk
+HELD_RETRY_S = 1.0  # time after which held idle work is tried again
 _GROWTH = 4  # largest factor between two chunks
 
 
@@ -20,22 +21,43 @@ class IdleTask(Protocol):
         ...
 
     def pause(self) -> bool:
-        """Releases all rows, because requests have arrived. The piece in progress begins anew later.
+        """Releases all rows, because requests have arrived. The piece in progress starts over later.
 
         Returns False if there were none.
         """
         ...
 
-    def forget(self) -> None:
-        """Drops all work, because the cache starts anew. The leases are void already."""
+    @property
+    def holds_rows(self) -> bool:
+        """True if `pause` has something to release or to cancel."""
+        ...
+
+    @property
+    def next_poll_s(self) -> float | None:
+        """Seconds until it looks for work; None: it gets its work from others."""
         ...
 
 
 class IdleWork:
     """The tasks for idle time, the most urgent first."""
 
-    def __init__(self, tasks: Sequence[IdleTask]) -> None:
+    def __init__(self, tasks: Sequence[IdleTask], is_held: Callable[[], bool]) -> None:
+        """`is_held` tells whether memory is too scarce for work that no request waits for."""
         self._tasks = tuple(tasks)
+        self._is_held = is_held
+        self.may_hold_rows = False
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held()
+
+    @property
+    def next_turn_s(self) -> float | None:
+        """Seconds until it may have work; None: only if others bring some."""
+        if self.is_held and self.has_work:
+            return HELD_RETRY_S
+        polls = [task.next_poll_s for task in self._tasks]
+        return min((seconds for seconds in polls if seconds is not None), default=None)
 
     @property
     def has_work(self) -> bool:
@@ -45,17 +67,16 @@ class IdleWork:
         """Does a piece of the first task that has work."""
         for task in self._tasks:
             if task.has_work:
+                self.may_hold_rows = True  # also if the step raises
                 task.step()
+                self.may_hold_rows = any(each.holds_rows for each in self._tasks)
                 return
 
     def pause(self) -> bool:
         """Releases the rows of all tasks. Returns False if there were none."""
+        self.may_hold_rows = False
         held = [task.pause() for task in self._tasks]
         return any(held)
-
-    def forget(self) -> None:
-        for task in self._tasks:
-            task.forget()
 
 
 class ChunkPace:

@@ -25,7 +25,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NgramMatch:
     """Place of an earlier occurrence of the given tokens' last n-gram."""
 
     next: int  # position of the token that followed
@@ -93,7 +93,7 @@ class TokenHistory:
         hashed = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & _MASK
         return hashed >> self._shift
 
-    def find(self, tokens: Tokens) -> Place | None:
+    def find(self, tokens: Tokens) -> NgramMatch | None:
         """Finds the last occurrence of the last n-gram of `tokens`, if a token follows it."""
         if len(tokens) < NGRAM or not self.length:
             return None
@@ -102,12 +102,12 @@ class TokenHistory:
             return None
         there = self._tokens[max(0, position - LONGEST_AGREEMENT) : position]
         agreement = common_prefix(there[::-1], tokens[-LONGEST_AGREEMENT:][::-1])
-        return Place(position, agreement) if agreement >= NGRAM else None
+        return NgramMatch(position, agreement) if agreement >= NGRAM else None
 
-    def following(self, place: Place, most: int) -> Tokens:
+    def following(self, place: NgramMatch, most: int) -> Tokens:
         """Returns at most `most` tokens that followed."""
         return self.tokens[place.next : place.next + most]
 
-    def repeating(self, place: Place, most: int) -> Tokens:
+    def repeating(self, place: NgramMatch, most: int) -> Tokens:
         """Returns a continuation [most] of these tokens, if they repeated from `place` on."""
         return np.resize(self.following(place, most), most)

@@ -8,15 +8,15 @@ and counts while the sampled tokens equal the draft. Drafts change the number of
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
-from typing import Protocol
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.keys import Namespace
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.types import NO_TOKENS, Tokens
+from rootstock.engine.parts import Forward, Part
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.draft_cost import DraftCost, could_pay, worth_verifying
 from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
@@ -28,27 +28,18 @@ SHARED_TOKENS = 1 << 17  # kept of one namespace's last requests: 3 MiB with the
 SHARED_NAMESPACES = 8  # kept, those used last
 
 
-class Proposer(Protocol):
+class Proposer(Part):
     """Source of drafts for the scheduler. A wrong draft costs time and never changes an answer."""
 
     def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
         """Proposes a draft for each of these decoding sequences, at most `room` tokens together."""
-        ...
+        raise NotImplementedError
 
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        """Learns from a forward of decodes alone."""
-        ...
-
-    def ended(self, sequence: Sequence, lease: Lease) -> None:
+    def completed(self, sequence: Sequence, lease: Lease) -> None:
         """Learns from a complete sequence, whose lease has all its tokens."""
-        ...
-
-    def forget(self, namespace: Namespace | None = None) -> None:
-        """Forgets ended sequences, of one namespace or of all."""
-        ...
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposer of drafts from three sources: the branch of the tree that follows the sequence, else an earlier
     occurrence of its last n-gram, in the sequence itself or in the last requests of its namespace.
 
@@ -81,10 +72,13 @@ class NgramProposer:
             self._cost.relax(count)
         return [tokens[:n] for (tokens, _), n in zip(found, worth, strict=True)]
 
-    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        self._cost.observe(sequences, drafts, context, seconds)
+    def forwarded(self, forward: Forward) -> None:
+        if forward.only_decodes:
+            drafts = sum(item.drafts for item in forward.scheduled)
+            context = sum(segment.past for segment in forward.segments)
+            self._cost.observe(len(forward.scheduled), drafts, context, forward.seconds)
 
-    def ended(self, sequence: Sequence, lease: Lease) -> None:
+    def completed(self, sequence: Sequence, lease: Lease) -> None:
         """Adds the tokens that the sequence computed, and that were not cached, to its namespace's history."""
         if not self._cache.reuse:
             return

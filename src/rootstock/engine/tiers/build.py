@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import TierConfig
-from rootstock.engine.tiers.connector import Events, Space, TierConnector
+from rootstock.engine.tiers.connector import Space, TierConnector, TierEvents
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import Runtime
 from rootstock.runtime.host_memory import refuse_host_tier
@@ -61,7 +61,7 @@ def open_below(
     """
     if cache.stored is None:
         return None
-    events = Events()
+    events = TierEvents()
     disk: DiskTier | None = None
     host: HostTier | None = None
     bottom: Tier | None = None

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Identity, Namespace, RecordKey
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -27,7 +27,6 @@ from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
-    LoadResult,
     LoadsOnly,
     Miss,
     MissKind,
@@ -57,7 +56,7 @@ STALE_S = 30.0  # an estimate against loading is checked again after this time
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
 
 
-class Events:
+class TierEvents:
     """Events of the tiers' threads, read by the engine's thread."""
 
     def __init__(self) -> None:
@@ -161,7 +160,7 @@ class TierConnector:
         tier: Tier,
         writer: TierWriter,
         reader: TierReader,
-        events: Events,
+        events: TierEvents,
         chunk_tokens: int,
         queue_bytes: int,
         clock: Callable[[], float],
@@ -456,10 +455,6 @@ class TierConnector:
         """
         self._writer.drain()
         return self._tier.clear(namespace.digest())
-
-    def read(self, identity: Identity) -> LoadResult:
-        """Reads a record for an export. Waits for the tier: for any thread but the engine's."""
-        return self._tier.load(identity)
 
     def _clear_now(self) -> None:
         self._clear_asked = False

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
 from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
+from rootstock.engine.parts import Part
+from rootstock.engine.sequence import Sequence
 from rootstock.errors import PoolsLost
 from rootstock.runtime.base import Batch, Runtime, Segment
 
@@ -44,10 +46,10 @@ class _Check:
     anew: Lease  # recomputed, under a namespace that no request can name
 
 
-class HitVerifier:
+class HitVerifier(Part):
     """Verifier of a sample of hits.
 
-    The engine's thread calls `consider` for each hit, `step` while it is idle, and `pause` when requests arrive.
+    It draws from the requests' first tokens, does its steps in idle time, and pauses when requests arrive.
     """
 
     def __init__(
@@ -76,27 +78,37 @@ class HitVerifier:
     def has_work(self) -> bool:
         return self._check is not None or bool(self._waiting)
 
-    def consider(self, tokens: Tokens, length: int, scope: Scope) -> None:
-        if length and self._random.random() < self._share:
-            self._waiting.append(Hit(tokens, length, scope))
+    @property
+    def holds_rows(self) -> bool:
+        return self._check is not None
+
+    @property
+    def next_poll_s(self) -> None:
+        return None
+
+    def first_token(self, sequence: Sequence, lease: Lease) -> None:
+        """Draws whether the request's hit is verified."""
+        if lease.hit_tokens and self._random.random() < self._share:
+            self._waiting.append(Hit(sequence.request.tokens, lease.hit_tokens, sequence.scope))
 
     def pause(self) -> bool:
-        """Releases the rows of the check in progress, which begins anew later. Returns False if there is none."""
+        """Releases the rows of the check in progress, which starts over later. Returns False if there is none."""
         if self._check is None:
             return False
         self._waiting.appendleft(self._check.hit)
         self._end(self._check)
         return True
 
-    def forget(self) -> None:
-        """Drops every check, because the cache starts anew."""
+    def stats(self) -> dict[str, dict[str, int]]:
+        return {"verified": dict(self.counts)}
+
+    def restart(self) -> None:
         self._check = None
         self._waiting.clear()
 
-    def drop(self, adapter: str) -> None:
-        """Drops the checks of a LoRA adapter, which can be computed no more."""
+    def drop_adapter(self, fingerprint: str) -> None:
         self.pause()
-        kept = [hit for hit in self._waiting if hit.scope.namespace.adapter != adapter]
+        kept = [hit for hit in self._waiting if hit.scope.namespace.adapter != fingerprint]
         self._waiting = deque(kept, maxlen=MOST_WAITING)
 
     def step(self) -> None:
@@ -174,7 +186,7 @@ class HitVerifier:
                 Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
         except PoolsLost:
-            raise  # every cached row is lost, not only those of this check
+            raise  # every cached row is lost, not only the rows of this check
         except Exception:
             log.exception("a hit could not be computed anew")
             return False

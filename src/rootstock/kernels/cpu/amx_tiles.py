@@ -203,7 +203,7 @@ add_four_products, add_two_products = _add_products(4), _add_products(2)
 # ---- vectors
 
 
-# Of each 32 neighbours, those in the first and in the second half of each 128 bits: one shuffle instruction each.
+# Numbers of the lanes in the first and in the second half of each 128 bits, of 32 neighbours: one shuffle each.
 _LANES = [[8 * q + 4 * half + e for q in range(4) for e in range(4)] for half in range(2)]
 
 
@@ -212,8 +212,8 @@ def pair_rows(typing: Any, even: Any, odd: Any, count: Any, to: Any) -> Any:
     """Interleaves two neighbouring rows of B [count] bfloat16, at `even` and `odd`, into a row of each tile from `to`
     on.
 
-    Of the columns 32t … 32t + 31, tile 2t takes those with bit 2 (value 4) of the number clear, and tile 2t + 1 those
-    with it set. `in_order` restores the order.
+    Of the columns 32t … 32t + 31, tile 2t takes the columns in whose number bit 2 (value 4) is clear, and tile 2t + 1
+    the other ones. `in_order` restores the order.
     """
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:

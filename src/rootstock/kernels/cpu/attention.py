@@ -77,7 +77,7 @@ class NumbaAttention:
     the prefill chunks, and pools of other dtypes.
 
     Positions that several decodes have in common are read once for all of them. In float32 the sums equal, bit for
-    bit, those of each decode alone, because the same items are added in the same order.
+    bit, the sums of each decode alone, because the same items are added in the same order.
 
     `latents`: keys [slots, 1, rank] also serve as the values, and values [slots, 1, rope] hold the rotary part of the
     keys; a step returns [tokens, q_heads, rank].

@@ -181,7 +181,7 @@ def _inlined_exactly(function: Function) -> Function:
     return inlined
 
 
-# Numba compares a template's annotations with those of the functions that it returns, so these have none.
+# Numba compares the annotations of a template and of the functions that it returns, so these have none.
 
 
 def _widen(element):  # type: ignore[no-untyped-def]

@@ -180,7 +180,7 @@ def _weigh_block(
             ahead = offset + i + AHEAD
             row = offset + i
             for kv_head in range(kv_heads):
-                # Prefetching like that of keys. The code is repeated: a shared function cost a tenth of the total
+                # Values are prefetched like keys. The code is repeated: a shared function cost a tenth of the total
                 # time.
                 if ahead + ROWS <= size:
                     prefetch_rows(pool, block, ahead, kv_head)
@@ -408,7 +408,7 @@ def arrays_of(job: Any) -> Any:
 @compiled
 def claim(job: Any, counters: Any, thread: Any) -> Any:
     """Claims the next item for a thread, or returns -1 if none is left. A thread first takes items of its own part,
-    which its core may have cached, then those of other threads' parts."""
+    which its core may have cached, then items of other threads' parts."""
     for other in range(job.threads):
         part = (thread + other) % job.threads
         first, end = part * job.item_count // job.threads, (part + 1) * job.item_count // job.threads

@@ -1,4 +1,4 @@
-"""Threads for compiled functions: those of torch's own OpenMP runtime if it is libgomp.
+"""Threads for compiled functions: the threads of torch's own OpenMP runtime if it is libgomp.
 
 Numba would start threads of its own. After each parallel region, OpenMP's threads spin for a while to wait for more
 work, and the threads of two runtimes compete for the processor. On Linux torch computes with libgomp. Its entry point

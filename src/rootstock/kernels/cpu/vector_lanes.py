@@ -24,7 +24,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-    """Selects lanes of a and b. The lanes of b are numbered after those of a."""
+    """Selects lanes of a and b. The lanes of b are numbered after the lanes of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 

@@ -26,7 +26,7 @@ Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionHeads:
     """Heads of an attention layer and their dimensions."""
 
     q_heads: int
@@ -103,7 +103,7 @@ class StepRows:
     ends: Int32s  # [rows]
     block_size: int
     _table: mx.array = field(init=False)
-    _launches: dict[tuple[Heads, Occupancy], Launch] = field(init=False, default_factory=dict)
+    _launches: dict[tuple[AttentionHeads, Occupancy], Launch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         rows = len(self.sequence_of)
@@ -126,14 +126,14 @@ class StepRows:
         """Most rows of one sequence that are next to each other."""
         return int(np.diff(self._starts()).max())
 
-    def launch(self, heads: Heads, occupancy: Occupancy) -> Launch:
+    def launch(self, heads: AttentionHeads, occupancy: Occupancy) -> Launch:
         """Returns the launch for layers of these heads. It is built once."""
         key = (heads, occupancy)
         if key not in self._launches:
             self._launches[key] = self._build(heads, occupancy)
         return self._launches[key]
 
-    def _build(self, heads: Heads, occupancy: Occupancy) -> Launch:
+    def _build(self, heads: AttentionHeads, occupancy: Occupancy) -> Launch:
         starts = self._starts()
         at = np.concatenate([np.arange(*run, heads.tile_rows) for run in pairwise(starts)])
         counts = np.diff(at, append=len(self.sequence_of))

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from rootstock.kernels.metal import source
-from rootstock.kernels.metal.launch import DEFAULT_OCCUPANCY, Heads, Occupancy, StepRows
+from rootstock.kernels.metal.launch import DEFAULT_OCCUPANCY, AttentionHeads, Occupancy, StepRows
 
 MOST_ROWS = 16  # of a sequence; with more of them a gather costs less than its rows' own attention
 LEAST_DIM = 8
@@ -35,7 +35,7 @@ MakeKernel = Callable[[str, Sequence[str], Sequence[str], str], Any]
 class LayerUse:
     """Kind of layer, for which kernels are compiled."""
 
-    heads: Heads
+    heads: AttentionHeads
     dtype: mx.Dtype  # of the pools; of the queries if the pools are quantized
     block_size: int
     shares_values: bool  # V is the beginning of K
@@ -114,7 +114,7 @@ class PagedKernel:
         count, q_heads, key_dim = query.shape
         kv_heads = keys.shape[1]
         value_dim = shared_value_dim if values is None else values.shape[2]
-        heads = Heads(q_heads, kv_heads, key_dim, value_dim)
+        heads = AttentionHeads(q_heads, kv_heads, key_dim, value_dim)
         assert self.serves(q_heads, kv_heads, key_dim, value_dim, 1)
         assert keys.dtype in DTYPES
         assert values is None or values.dtype == keys.dtype

@@ -5,7 +5,7 @@ that. Small inputs would therefore compile the kernel once more, and a pointer d
 Inputs that a pointer is taken of have at least eight numbers, always.
 
 Numbers that change from step to step (lengths, splits, width of the tables) are data. Template arguments are only
-those that a model has few of, because each combination is compiled.
+numbers with few values in a model, because each combination is compiled.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 
 def why_not(kernel: PagedKernel, uses: Iterable[LayerUse]) -> str | None:
-    """Returns why the kernel must not be used for layers like these, or None. `PagedKernel.uses` has those of a
+    """Returns why the kernel must not be used for layers like these, or None. `PagedKernel.uses` has the layers of a
     model whose forward has run."""
     for use in sorted(uses, key=str):
         for number, lengths in enumerate(STEPS):

@@ -156,7 +156,7 @@ def attend_dense(
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Attends all rows given, like `attend_dense`. The dtype of key and value is that of the weights."""
+    """Attends all rows given, like `attend_dense`. Key and value have the dtype of the weights."""
     q_heads, new, head_dim = query.shape
     kv_heads, end, _ = key.shape
     q = query.to(key.dtype).reshape(kv_heads, q_heads // kv_heads * new, head_dim)

@@ -178,7 +178,7 @@ class SlicedAttention:
 
 def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:
     first, tokens = int(slots[0]), len(slots)
-    # A cheap test first: only slots whose ends are as far apart as those of a run are compared in full.
+    # A cheap test first: slots are compared in full only if their ends are as far apart as the ends of a run.
     adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
     return Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
 
@@ -254,7 +254,7 @@ class _SlicedStep:
         return out
 
     def _decode(self, query: Tensor, context: _Context) -> Tensor:
-        """query [decodes, q_heads, head_dim] → the same shape."""
+        """Attends decodes: query [decodes, q_heads, head_dim] → the same shape."""
         decodes, q_heads, head_dim = query.shape
         kv_heads = context.keys.shape[1]
         grouped = query.view(decodes, kv_heads, q_heads // kv_heads, head_dim)
@@ -267,7 +267,8 @@ class _SlicedStep:
 
     @staticmethod
     def _decode_level(level: _Level, query: Tensor, context: _Context) -> tuple[Tensor, Tensor]:
-        """query [decodes, kv_heads, group, head_dim] → the same shape, and its log-sum-exp [decodes, kv_heads, group]
+        """Attends a level: query [decodes, kv_heads, group, head_dim] → the same shape, and its log-sum-exp [decodes,
+        kv_heads, group].
 
         A decode without a slice at this level gets zeros and a log-sum-exp of -inf: it weighs nothing in a merge.
         """

@@ -3,7 +3,7 @@
 MLX has no hooks, and Python looks `__call__` up in the class. A module that an adapter changes therefore gets a class
 that is derived from its own, for as long as an adapter changes it. Its weights stay as they are, quantized or not:
 the change y + (x · a) · b is added to the rows of the adapter. The batch dimension of a call is its sequences: rows
-of several adapters can share a call (`AdapterRows`). Where a module gets rows in another order, such as those of
+of several adapters can share a call (`MlxAdapterRows`). Where a module gets rows in another order, such as rows of
 routed experts, they cannot be attributed: it raises `RowsUnknown`, and the check at load then gives the adapter calls
 of its own.
 
@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from rootstock.runtime.adapter_errors import RowsUnknown, UnfitModule
 from rootstock.runtime.adapter_files import AdapterFormat, Role
 from rootstock.runtime.base import Segment
 
@@ -37,20 +38,6 @@ _KINDS: Mapping[type[nn.Module], Kind] = {
     nn.Embedding: "embedding",
     nn.QuantizedEmbedding: "embedding",
 }
-
-
-class Refused(Exception):
-    """Error: a module that an adapter changes in a way that is not supported. The message continues its name."""
-
-
-class RowsUnknown(Exception):
-    """Error: the rows of a module's input are not those of the call."""
-
-    def __init__(self, module: nn.Module, shape: Sequence[int]) -> None:
-        super().__init__(
-            f"a {_own_class(module).__name__} gets the rows of several sequences in an order of its own, of shape "
-            f"{list(shape)}"
-        )
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -75,8 +62,8 @@ class Lora:
         return int(self.a.shape[-1])
 
     def product(self) -> mx.array:
-        """Returns the change of the transposed weight in float32, [in, out] or that of all experts; of an embedding
-        that of the weight, [vocab, out]."""
+        """Returns the change of the transposed weight in float32: [in, out], or the changes of all experts. For an
+        embedding, returns the change of the weight itself, [vocab, out]."""
         return self.scaling * (self.a.astype(mx.float32) @ self.b.astype(mx.float32))
 
     def delta(self, dtype: mx.Dtype) -> Delta:
@@ -100,31 +87,31 @@ class Delta:
 def lora_of(
     module: nn.Module, format: AdapterFormat, tensors: Mapping[Role, mx.array], scaling: float, rank: int
 ) -> Lora:
-    """Checks an adapter's tensors against the module that they change. Raises Refused."""
+    """Checks an adapter's tensors against the module that they change. Raises UnfitModule."""
     kind = kind_of(module)
     if kind is None:
-        raise Refused(
+        raise UnfitModule(
             f"is a {_own_class(module).__name__}. Adapters may change linear layers, experts and embeddings, "
             "quantized or not"
         )
     if module.get("global_scale") is not None:
-        raise Refused("is quantized with a scale for each expert beside those of its groups")
+        raise UnfitModule("is quantized with a scale for each expert beside those of its groups")
     expected = _expected_shapes(kind, format, _sizes(module), rank)
     for role, array in tensors.items():
         if role not in expected:
-            raise Refused(
+            raise UnfitModule(
                 f"has the adapter's {role}, but on the MLX runtime a {_own_class(module).__name__} is changed by "
                 f"{' and '.join(expected) or 'adapters of mlx-lm'} alone: merge the adapter instead"
             )
         if tuple(array.shape) != expected[role]:
-            raise Refused(
+            raise UnfitModule(
                 f"has {role} of shape {list(array.shape)} in the adapter, but needs {list(expected[role])}"
             )
     if missing := [role for role in expected if role not in tensors]:
-        raise Refused(f"has no {missing[0]} in the adapter")
+        raise UnfitModule(f"has no {missing[0]} in the adapter")
     for role, array in tensors.items():
         if not mx.isfinite(array).all().item():
-            raise Refused(f"has {role} with numbers that are not finite")
+            raise UnfitModule(f"has {role} with numbers that are not finite")
     a, b = (tensors[role] for role in expected)
     if format == "peft":
         a, b = a.T, b.T
@@ -165,29 +152,29 @@ def _expected_shapes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _AdapterSpan:
     adapter: str
     first: int  # sequence of the call
     end: int
 
 
-class AdapterRows:
+class MlxAdapterRows:
     """Adapters of the sequences in the call in progress. Owned by one model; its modules read it."""
 
     def __init__(self) -> None:
-        self._parts: tuple[_Part, ...] = ()  # of adapters, in order; without those of the base
+        self._parts: tuple[_AdapterSpan, ...] = ()  # of adapters, in order; the base has none
         self._sequences = 0
         self._tokens = 0
 
     @contextlib.contextmanager
     def of(self, segments: Sequence[Segment], tokens: int) -> Iterator[None]:
         """Attributes a call of these segments, padded to so many tokens each, until the context ends."""
-        parts: list[_Part] = []
+        parts: list[_AdapterSpan] = []
         for row, segment in enumerate(segments):
             if parts and parts[-1].adapter == segment.adapter:
-                parts[-1] = _Part(segment.adapter, parts[-1].first, row + 1)
+                parts[-1] = _AdapterSpan(segment.adapter, parts[-1].first, row + 1)
             else:
-                parts.append(_Part(segment.adapter, row, row + 1))
+                parts.append(_AdapterSpan(segment.adapter, row, row + 1))
         self._parts = tuple(part for part in parts if part.adapter)
         self._sequences, self._tokens = len(segments), tokens
         try:
@@ -221,18 +208,21 @@ class AdapterRows:
                 return 1
             if x.shape[0] == self._sequences * self._tokens:
                 return self._tokens
-        raise RowsUnknown(module, x.shape)
+        raise RowsUnknown(
+            f"a {_own_class(module).__name__} gets the rows of several sequences in an order of its own, of shape "
+            f"{list(x.shape)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """Changes of one module by the adapters that are loaded."""
 
-    rows: AdapterRows
+    rows: MlxAdapterRows
     deltas: dict[str, Delta] = field(default_factory=dict)
 
 
-def add_delta(module: nn.Module, rows: AdapterRows, adapter: str, delta: Delta) -> None:
+def add_delta(module: nn.Module, rows: MlxAdapterRows, adapter: str, delta: Delta) -> None:
     """Adds an adapter's change to a module."""
     changes = vars(module).get("lora_changes")
     if changes is None:
@@ -303,8 +293,8 @@ _CHANGES: Mapping[Kind, Change] = {
 # ---- merged weights
 
 
-class Merged:
-    """Replacement of a module by one with merged weights, which are made anew, in float32, at each call: the weights
+class MergedWeights:
+    """Replacement of a module by one with merged weights, which are computed in float32 at each call: the weights
     of one module at a time are in memory."""
 
     def __init__(self, module: Any, lora: Lora) -> None:
@@ -353,7 +343,7 @@ class Merged:
 class _MergedModule(nn.Module):
     """Module whose calls use merged weights, and which notes other reads of its weight."""
 
-    lora_merged: Merged
+    lora_merged: MergedWeights
 
     def __getitem__(self, key: str) -> Any:
         self.lora_merged.is_read_elsewhere |= key == "weight"

@@ -1,8 +1,8 @@
 """LoRA adapters of a loaded mlx-lm model: requests of several adapters and of the base share a call.
 
 An adapter's tensors are kept beside the base's weights, which are shared and never dequantized. Every load is
-checked: the runtime's logits, of a batch that mixes the adapter with the base, must be those of the model's own code
-with merged weights. Where a model's rows cannot be attributed, the adapter gets calls of its own.
+checked: for a batch that mixes the adapter with the base, the runtime's logits must equal the logits of the model's
+own code with merged weights. Where a model's rows cannot be attributed, the adapter gets calls of its own.
 
 Files of PEFT name modules as transformers does, and belong to the weights that transformers has. mlx-lm may rename,
 transpose, split or stack weights when it reads a checkpoint. A module of PEFT's is therefore found by its weight: it
@@ -21,13 +21,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from rootstock.errors import AdapterUnusable
+from rootstock.runtime.adapter_errors import UnfitModule
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import LoadedAdapter, ModelDescription, Runtime, Segment
 from rootstock.runtime.mlx.adapted_modules import (
-    AdapterRows,
     Lora,
-    Merged,
-    Refused,
+    MergedWeights,
+    MlxAdapterRows,
     add_delta,
     lora_of,
     remove_delta,
@@ -44,14 +44,14 @@ _SCALED_WEIGHTS = ("falcon_h1",)
 _COMPILED = type(mx.compile(lambda: None))
 
 
-class Adapters:
+class MlxAdapters:
     """The adapters of one model. Owned by the thread that owns the runtime."""
 
     def __init__(
         self,
         model: nn.Module,
         description: ModelDescription,
-        make_runtime: Callable[[Adapters], Runtime],
+        make_runtime: Callable[[MlxAdapters], Runtime],
         stored_modules: Callable[[], Mapping[str, str | None]],
         refuse_large: Callable[[AdapterSource], None],
     ) -> None:
@@ -65,10 +65,10 @@ class Adapters:
         self._refuse_large = refuse_large
         self._named: dict[str, Any] = dict(model.named_modules())  # type: ignore[no-untyped-call]
         self._loaded: dict[str, LoadedAdapter] = {}
-        self.rows = AdapterRows()
+        self.rows = MlxAdapterRows()
 
     def call_of(self, segment: Segment) -> str:
-        """Returns the adapter whose calls a segment joins; empty: it joins those of the base."""
+        """Returns the adapter whose calls a segment joins; empty: it joins the base's calls."""
         apart = segment.adapter and self._loaded[segment.adapter].batching == "apart"
         return segment.adapter if apart else ""
 
@@ -82,7 +82,7 @@ class Adapters:
         dtype: mx.Dtype = getattr(mx, self._description.dtype)
         try:
             deltas = {name: lora.delta(dtype) for name, lora in given.items()}
-            # Another thread cannot evaluate what this one leaves lazy.
+            # Another thread cannot evaluate lazy arrays of this one.
             mx.eval([array for delta in deltas.values() for array in (delta.a, delta.b)])
             for name, delta in deltas.items():
                 add_delta(self._named[name], self.rows, source.fingerprint, delta)
@@ -138,7 +138,7 @@ class Adapters:
                         scalings.scaling_of(name),
                         scalings.rank_of(name),
                     )
-                except Refused as refusal:
+                except UnfitModule as refusal:
                     raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
                 if any(self._named[place] is self._named[other] for other in given):
                     raise AdapterUnusable(source.name, f"{name} is a module that the adapter changes twice")
@@ -169,10 +169,10 @@ class Adapters:
 
     def _place(self, name: str, places: Mapping[str, str | None]) -> str:
         if name not in places:
-            raise Refused("is no module of the base model: the adapter was made for another one")
+            raise UnfitModule("is no module of the base model: the adapter was made for another one")
         place = places[name]
         if place is None:
-            raise Refused(
+            raise UnfitModule(
                 "has a weight that mlx-lm changes or leaves out when it reads a checkpoint: merge the adapter "
                 "instead, or train it with mlx-lm"
             )
@@ -214,7 +214,7 @@ class Adapters:
     @contextlib.contextmanager
     def _merged(self, source: AdapterSource, given: Mapping[str, Lora]) -> Iterator[None]:
         """Runs the model with merged weights. Raises AdapterUnusable if the model's code reads one past its layer."""
-        merged = {name: Merged(self._named[name], lora) for name, lora in given.items()}
+        merged = {name: MergedWeights(self._named[name], lora) for name, lora in given.items()}
         with contextlib.ExitStack() as stack:
             for each in merged.values():
                 stack.enter_context(each.in_place())

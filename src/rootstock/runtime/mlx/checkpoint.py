@@ -55,7 +55,7 @@ _FOREIGN = ("awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "m
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class MlxCheckpoint:
     """Configuration of a checkpoint that mlx-lm can serve."""
 
     config: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Checkpoint:
     make_model: Callable[[], nn.Module]  # with random weights, which are lazy and take no memory
 
 
-def read_checkpoint(model: str, directory: Path) -> Checkpoint:
+def read_checkpoint(model: str, directory: Path) -> MlxCheckpoint:
     """Reads and checks the configuration. Raises ModelFileInvalid, or ModelUnsupported if mlx-lm does not know the
     architecture or the quantization."""
     check_configs(model, directory)
@@ -92,7 +92,7 @@ def read_checkpoint(model: str, directory: Path) -> Checkpoint:
         )
     except ValueError as error:
         raise ModelFileInvalid(model, CONFIG, str(error)) from error
-    return Checkpoint(
+    return MlxCheckpoint(
         config,
         model_class.__module__.rpartition(".")[-1],
         limit,

@@ -22,7 +22,7 @@ import numpy as np
 
 from rootstock.cache.plan import BlockCopy, HostBytes
 from rootstock.runtime.mlx.rows import SPARE_SLOTS
-from rootstock.runtime.mlx.survey import CachePath, LayerShape
+from rootstock.runtime.mlx.survey import CachePath, MlxLayerShape
 
 
 class EvaluationFailed(Exception):
@@ -40,7 +40,7 @@ def evaluate(arrays: Iterable[Any]) -> None:
         mx.eval(*arrays)
         mx.synchronize()
     except Exception as error:  # of any operation, or of the device
-        # Later operations may be under way still, and what they raise would meet the next evaluation.
+        # Later operations may still be under way, and the next evaluation would raise their errors.
         with contextlib.suppress(Exception):
             mx.synchronize()
         raise EvaluationFailed(error) from error
@@ -75,7 +75,7 @@ class LayerPool:
 
     __slots__ = ("_arrays", "shape")
 
-    def __init__(self, shape: LayerShape, slots: int) -> None:
+    def __init__(self, shape: MlxLayerShape, slots: int) -> None:
         self.shape = shape
         self._arrays = [mx.zeros((slots + SPARE_SLOTS, *kept), dtype) for kept, dtype in shape.tensors]
 
@@ -130,7 +130,7 @@ class LayerPool:
             array[at] = rows.astype(array.dtype)
 
     def renew(self) -> None:
-        """Makes all arrays anew. The old ones are dropped first: memory may be what is missing."""
+        """Recreates all arrays. The old ones are dropped first, because memory may be short."""
         for number, array in enumerate(self._arrays):
             self._arrays[number] = mx.zeros(array.shape, array.dtype)
 
@@ -139,7 +139,7 @@ class KVPool:
     """Pools of all layers. Owned by one thread."""
 
     def __init__(
-        self, layers: Mapping[CachePath, LayerShape], blocks: Sequence[int], block_size: int
+        self, layers: Mapping[CachePath, MlxLayerShape], blocks: Sequence[int], block_size: int
     ) -> None:
         """`blocks`: rows of each token family."""
         self.block_size = block_size
@@ -167,7 +167,7 @@ class KVPool:
         self._addresses = addresses
 
     def renew(self) -> None:
-        """Makes all arrays anew, after a failed evaluation. Raises EvaluationFailed."""
+        """Recreates all arrays after a failed evaluation. Raises EvaluationFailed."""
         for layer in self.layers.values():
             layer.renew()
         evaluate(self.arrays)
@@ -261,7 +261,7 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 
 
 def address_of(array: mx.array) -> int | None:
-    """Returns the address of an evaluated array's buffer, or None where it cannot be told."""
+    """Returns the address of an evaluated array's buffer, or None if it is unknown."""
     try:
         capsule = array.__dlpack__()
     except Exception:  # a device without DLPack; counting is no reason to fail

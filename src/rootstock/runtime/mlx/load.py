@@ -30,12 +30,12 @@ from rootstock.runtime.memory_fit import (
     refuse_hopeless_budget,
     refuse_longer_context,
 )
-from rootstock.runtime.mlx.adapters import Adapters
-from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, Checkpoint, read_checkpoint
+from rootstock.runtime.mlx.adapters import MlxAdapters
+from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, MlxCheckpoint, read_checkpoint
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
-from rootstock.runtime.mlx.runner import MlxRuntime, Served, dtype_name
-from rootstock.runtime.mlx.survey import Layout, Unsupported, survey
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime, dtype_name
+from rootstock.runtime.mlx.survey import MlxLayout, UnsupportedModel, survey
 from rootstock.runtime.mlx.weights import (
     arrays_of,
     cast,
@@ -112,7 +112,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
     evaluate_weights(name, model, report)
     try:
         layout = survey(model)
-    except Unsupported as refusal:
+    except UnsupportedModel as refusal:
         raise ModelUnsupported(name, f"it {refusal}") from refusal
     except Exception as error:  # the model's own code may raise anything
         raise ModelUnsupported(name, f"a forward fails: {in_one_line(error)}") from error
@@ -126,7 +126,7 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         functools.partial(_why_not, int8_pools=config.kv_dtype == "int8"),
     )
     stored = _with_quantized_cache(served) if config.kv_dtype == "int8" else served
-    adapters = Adapters(
+    adapters = MlxAdapters(
         model,
         served.description,
         lambda adapters: MlxRuntime(
@@ -154,9 +154,9 @@ def _why_not(kernel: PagedKernel, int8_pools: bool) -> str | None:
 
 def _describe(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: MlxCheckpoint,
     model: nn.Module,
-    layout: Layout,
+    layout: MlxLayout,
     dtype: mx.Dtype,
     weights: str,
 ) -> ModelDescription:
@@ -273,7 +273,7 @@ def _refuse_large_adapter(source: AdapterSource, dtype: mx.Dtype) -> None:
 # ---- rows
 
 
-def _with_quantized_cache(served: Served) -> Served:
+def _with_quantized_cache(served: MlxExecution) -> MlxExecution:
     """Returns the same model with pools that quantize K and V. The self-check has run with exact pools, because the
     loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = served.layout.with_quantized_rows()
@@ -296,13 +296,13 @@ def _with_quantized_cache(served: Served) -> Served:
     return replace(served, layout=layout, description=description)
 
 
-def _kept_dtypes(layout: Layout) -> str:
+def _kept_dtypes(layout: MlxLayout) -> str:
     dtypes = {shape.kept_dtype for shape in layout.layers.values()}
     dtypes |= {shape.dtype for shapes in layout.states.values() for shape in shapes if shape is not None}
     return "+".join(sorted(map(dtype_name, dtypes)))
 
 
-def _layout_name(layout: Layout) -> str:
+def _layout_name(layout: MlxLayout) -> str:
     """Returns a hash of the row layout: families, layers, states, and the versions of MLX and mlx-lm. The versions
     count because mlx-lm may store other contents in the same shapes."""
     kept = repr((layout.families, layout.layers, layout.states, "mlx", version("mlx"), version("mlx-lm")))

@@ -13,7 +13,7 @@ from rootstock.runtime.base import DeviceMemory
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.units import GIB, MIB
 
-# MLX keeps freed buffers for later arrays, by default until they fill the memory. A forward reuses those of the
+# MLX keeps freed buffers for later arrays, by default until they fill the memory. A forward reuses buffers of the
 # forward before: the activations of one chunk of a prompt, a few hundred MiB for models of a few billion parameters.
 _CACHE_SHARE = 1 / 32
 _LEAST_CACHE_BYTES, _MOST_CACHE_BYTES = 256 * MIB, 2 * GIB

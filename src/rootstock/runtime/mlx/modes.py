@@ -17,9 +17,9 @@ import mlx.nn as nn
 from rootstock.errors import InvalidOption, ModelUnsupported, PoolsLost, SelfCheckFailed
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.base import ExecutionMode, ModelDescription
-from rootstock.runtime.mlx.runner import MlxRuntime, Served
+from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime
 from rootstock.runtime.mlx.self_check import refuse_inconsistent, self_check
-from rootstock.runtime.mlx.survey import Layout, Unsupported
+from rootstock.runtime.mlx.survey import MlxLayout, UnsupportedModel
 from rootstock.runtime.model_files import first_line
 from rootstock.runtime.trial import Disagreement
 
@@ -31,13 +31,13 @@ _GATHERED: ExecutionMode = "batched, gathered K and V"
 
 def choose_mode(
     model: nn.Module,
-    layout: Layout,
+    layout: MlxLayout,
     description: ModelDescription,
-    make_runtime: Callable[[Served], MlxRuntime],
+    make_runtime: Callable[[MlxExecution], MlxRuntime],
     progress: Callable[[float], None],
     kernel: PagedKernel | None = None,
     why_not: Callable[[PagedKernel], str | None] = lambda kernel: None,
-) -> Served:
+) -> MlxExecution:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
     does.
 
@@ -45,21 +45,21 @@ def choose_mode(
     """
     failures: list[Exception] = []
     for mode, its_kernel, grouped_masks in _attempts(kernel):
-        served = Served(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
+        served = MlxExecution(layout, replace(description, execution_mode=mode), its_kernel, grouped_masks)
         runtimes: list[MlxRuntime] = []
 
-        def make(served: Served = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
+        def make(served: MlxExecution = served, made: list[MlxRuntime] = runtimes) -> MlxRuntime:
             made.append(make_runtime(served))
             return made[-1]
 
         try:
             remark = self_check(model, served.description, make, progress).remark
             if mode == _BATCHED and layout.layers and not runtimes[-1].stats.attentions_on_pools:
-                # The next mode computes the same, and does not look for what never comes.
-                failures.append(Unsupported("changes the K and V of its cache before its attention"))
-                served = Served(layout, replace(description, execution_mode=_GATHERED))
+                # The next mode computes the same, and does not wait for attentions on the pools, which never come.
+                failures.append(UnsupportedModel("changes the K and V of its cache before its attention"))
+                served = MlxExecution(layout, replace(description, execution_mode=_GATHERED))
             elif its_kernel is not None and (fault := why_not(its_kernel)):
-                raise Unsupported(fault)
+                raise UnsupportedModel(fault)
         except (InvalidOption, MemoryError):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the stand-ins
@@ -79,7 +79,7 @@ def choose_mode(
     if disagreements:
         try:
             refuse_inconsistent(model, description)
-        except Unsupported as refusal:
+        except UnsupportedModel as refusal:
             raise ModelUnsupported(description.name, f"it {refusal}") from refusal
         last = disagreements[-1]
         raise SelfCheckFailed(description.name, last.figure, last.allowed, last.quantity) from last
@@ -102,7 +102,7 @@ def _reason(failure: BaseException) -> str:
     if isinstance(failure, PoolsLost):
         return _reason(failure.cause)
     said = first_line(failure)
-    if isinstance(failure, (Unsupported, Disagreement)):
+    if isinstance(failure, (UnsupportedModel, Disagreement)):
         return said
     return f"{type(failure).__name__}: {said.partition('. ')[0]}"  # further sentences list the types of arguments
 

@@ -1,7 +1,7 @@
 """Runtime for mlx-lm models on the paged pools.
 
 A step's segments become few calls of the model. The rows of a prompt that need no logits have a call of their own,
-whose logits are never computed. The other rows, those of decodes, drafts and each prompt's last one, share a call: a
+whose logits are never computed. The rows of decodes and drafts, and the last one of each prompt, share a call: a
 model without recurrent states takes sequences with unequally many rows, padded at the end.
 """
 
@@ -25,14 +25,14 @@ from rootstock.errors import PoolsLost
 from rootstock.kernels.metal.paged_attention import PagedKernel
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
-from rootstock.runtime.mlx.adapters import Adapters
+from rootstock.runtime.mlx.adapters import MlxAdapters
 from rootstock.runtime.mlx.attention import PoolAttention, attention_on_pools
 from rootstock.runtime.mlx.kv_pool import EvaluationFailed, KVPool, evaluate
 from rootstock.runtime.mlx.memory import free_bytes
 from rootstock.runtime.mlx.rows import FamilyRows
 from rootstock.runtime.mlx.stand_ins import GivenArrays, StandIn, UnusedCache
-from rootstock.runtime.mlx.state_pool import StatePool, States
-from rootstock.runtime.mlx.survey import CachePath, Layout, replaced
+from rootstock.runtime.mlx.state_pool import MlxStatePool, States
+from rootstock.runtime.mlx.survey import CachePath, MlxLayout, replaced
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ _PADDED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class MlxExecution:
     """Model and its execution mode, which is the description's."""
 
-    layout: Layout
+    layout: MlxLayout
     description: ModelDescription
     kernel: PagedKernel | None = None  # None: attention on views and gathers of the pools
     # Whether a mask of several sequences has a dimension more, [sequences, 1, 1, new, width], for a model that keeps
@@ -63,7 +63,7 @@ class RuntimeStats:
 class MlxRuntime:
     """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(self, model: nn.Module, served: Served, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: nn.Module, served: MlxExecution, adapters: MlxAdapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
         self._served = served
@@ -72,10 +72,10 @@ class MlxRuntime:
         self._caches = mlx_cache.make_prompt_cache(model)  # only their places matter
         self._device = mx.default_device()
         self._pool: KVPool | None = None
-        self._states: StatePool | None = None
+        self._states: MlxStatePool | None = None
         self._attention: PoolAttention | None = None
         self._calls = 0
-        self._is_lost = False  # the pools' contents are not known, and they could not be made anew
+        self._is_lost = False  # the pools' contents are not known, and they could not be recreated
 
     @property
     def description(self) -> ModelDescription:
@@ -108,7 +108,7 @@ class MlxRuntime:
         with mx.stream(self._device):
             self._pool = KVPool(layout.layers, blocks, block_size)
         if slots:
-            self._states = StatePool(layout.states, slots[0])
+            self._states = MlxStatePool(layout.states, slots[0])
         if self.description.execution_mode == "batched":
             self._attention = PoolAttention(self._served.kernel)
 
@@ -175,31 +175,31 @@ class MlxRuntime:
         rows = [scored[number] for number in sorted(scored)]
         return np.concatenate(rows) if rows else np.empty((0, self._layout.vocab_size), np.float32)
 
-    def _calls_of(self, segments: Sequence[Segment]) -> list[_Call]:
+    def _calls_of(self, segments: Sequence[Segment]) -> list[_MlxForward]:
         """Divides a step's segments into calls of the model, those without logits first.
 
         A segment of a prompt has logits of its last row only. Its other rows lead in a call of their own.
         """
-        unscored: list[_Call] = []
+        unscored: list[_MlxForward] = []
         scored: list[tuple[int, Segment]] = []
         for number, segment in enumerate(segments):
             rest = segment
             if lead := len(segment.tokens) - segment.logits_to_keep:
                 first = replace(segment, tokens=segment.tokens[:lead], logits_to_keep=0)
-                unscored.append(_Call([number], [first]))
+                unscored.append(_MlxForward([number], [first]))
                 rest = replace(segment, tokens=segment.tokens[lead:], past=segment.past + lead)
             if len(rest.tokens):
                 scored.append((number, rest))
         return [*unscored, *self._shared_calls(scored)]
 
-    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_Call]:
+    def _shared_calls(self, scored: Sequence[tuple[int, Segment]]) -> list[_MlxForward]:
         """Groups segments that have logits of all their rows."""
         if self.description.execution_mode == "one sequence per forward":
-            return [_Call([number], [segment]) for number, segment in scored]
+            return [_MlxForward([number], [segment]) for number, segment in scored]
         longest = max((len(segment.tokens) for _, segment in scored), default=0)
         # Padding would go into recurrent states.
         pads = not self._layout.has_states and longest * len(scored) <= _PADDED_ROWS
-        groups: dict[tuple[int, bool, str], _Call] = {}
+        groups: dict[tuple[int, bool, str], _MlxForward] = {}
         # The rows of each adapter follow each other in a call.
         for number, segment in sorted(scored, key=lambda one: one[1].adapter):
             group = (
@@ -208,15 +208,15 @@ class MlxRuntime:
                 self._layout.has_states and segment.past == 0,
                 "" if self._adapters is None else self._adapters.call_of(segment),
             )
-            call = groups.setdefault(group, _Call([], []))
+            call = groups.setdefault(group, _MlxForward([], []))
             call.numbers.append(number)
             call.segments.append(segment)
         return list(groups.values())
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        """Does work on the pools. Raises PoolsLost if a failure has left them with contents that nobody knows.
+        """Does work on the pools. Raises PoolsLost if a failure has left them with unknown contents.
 
-        That is each failed evaluation: MLX raises the error of a device or of another thread with the evaluation that
+        Each failed evaluation does so: MLX raises the error of a device or of another thread with the evaluation that
         comes next, and a write that has copied a pool may have left the copy empty.
         """
         with mx.stream(self._device):
@@ -244,7 +244,7 @@ class MlxRuntime:
             raise PoolsLost(cause) from cause
 
     def _renew(self) -> None:
-        """Makes lost pools anew. Raises PoolsLost if that fails, too."""
+        """Recreates lost pools. Raises PoolsLost if that fails, too."""
         try:
             if self._states is not None:
                 self._states.clear()
@@ -334,13 +334,13 @@ class MlxRuntime:
         return self._pool
 
     @property
-    def _state_pool(self) -> StatePool:
+    def _state_pool(self) -> MlxStatePool:
         assert self._states is not None, "the model has no recurrent states"
         return self._states
 
 
 @dataclass(slots=True)
-class _Call:
+class _MlxForward:
     """Segments that one call of the model computes, and their numbers in the batch."""
 
     numbers: list[int]

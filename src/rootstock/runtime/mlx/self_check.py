@@ -18,11 +18,11 @@ from mlx_lm.models import cache as mlx_cache
 
 from rootstock.cache.types import Tokens
 from rootstock.runtime.base import Logits, ModelDescription, Runtime
-from rootstock.runtime.mlx.survey import Unsupported
+from rootstock.runtime.mlx.survey import UnsupportedModel
 from rootstock.runtime.trial import (
     Measure,
+    TrialResult,
     Variant,
-    Verdict,
     allowed_difference,
     check,
     measure_for,
@@ -58,13 +58,14 @@ def self_check(
     make_runtime: Callable[[], Runtime],
     progress: Callable[[float], None],
     variant: Variant | None = None,
-) -> Verdict:
+) -> TrialResult:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     return check(_CachedModel(model, description.dtype), description, make_runtime, progress, variant)
 
 
 def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None:
-    """Raises Unsupported if the model's logits with its own cache depend on how its tokens are divided into forwards.
+    """Raises UnsupportedModel if the model's logits with its own cache depend on how its tokens are divided into
+    forwards.
 
     No runtime can then agree with it: the first half of the tokens is compared alone and followed by decodes, with
     one pass.
@@ -72,7 +73,7 @@ def refuse_inconsistent(model: nn.Module, description: ModelDescription) -> None
     dtype, tokens = description.dtype, trial_tokens(description)["long"]
     figure = measure_for(dtype)(own_logits(model, tokens, len(tokens) // 2), own_logits(model, tokens))
     if not figure <= allowed_difference(dtype, lambda measure: noise(model, tokens, dtype, measure)):
-        raise Unsupported(
+        raise UnsupportedModel(
             f"gives other logits by mlx-lm's own cache if its tokens are divided into a prefill and decodes (they "
             f"differ by {figure:.2g}), so that no cache can repeat them"
         )
@@ -93,7 +94,7 @@ def own_logits(model: nn.Module, tokens: Tokens, prompt: int | None = None) -> L
 def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Measure) -> float:
     """Measures how much one more rounding of the embedded tokens changes the model's own logits.
 
-    Raises Unsupported if no module embeds them.
+    Raises UnsupportedModel if no module embeds them.
     """
     eps = float(mx.finfo(getattr(mx, dtype)).eps)
     still = own_logits(model, tokens)
@@ -103,7 +104,7 @@ def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Measure) -> flo
         with _shaken_embeddings(model, tokens, eps, random) as shakes:
             shaken.append(own_logits(model, tokens))
         if not shakes:
-            raise Unsupported(
+            raise UnsupportedModel(
                 "embeds its tokens in no module of its own, so that its noise cannot be measured"
             )
     # The logits themselves are rounded to this dtype, so the two sides may always differ by eps.
@@ -143,7 +144,7 @@ def _are_tokens(ids: Any, tokens: Tokens) -> bool:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Returns whether a module embeds by a table of its own, in whatever format."""
+    """Returns whether a module embeds by a table of its own, in any format."""
     return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)) or (
         "Embedding" in type(module).__name__ and "weight" in module
     )

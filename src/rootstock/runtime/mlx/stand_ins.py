@@ -1,4 +1,4 @@
-"""Stand-ins for mlx-lm's caches during one call: what a layer writes goes to the pool, what it reads comes from it.
+"""Stand-ins for mlx-lm's caches during one call: a layer's writes go to the pool, and its reads come from it.
 
 An mlx-lm model gives its K and V to a cache, gets all visible K and V back, and calls attention with them. A stand-in
 writes to the pool and returns a gather of the pool through the block tables. MLX is lazy, so the gather is only an
@@ -55,7 +55,8 @@ class GivenArrays:
         self._given.clear()
 
     def visible(self, keys: Any, values: Any, mask: Any) -> Visible | None:
-        """Returns what attention sees by K, V and the mask of a stand-in. None: one of them is another array."""
+        """Returns the rows that attention sees by K, V and the mask of a stand-in. None: one of them is another
+        array."""
         k, v = self._given.get(id(keys)), self._given.get(id(values))
         if k is None or v is None or k.kind != "keys" or v.stand_in is not k.stand_in:
             return None
@@ -76,7 +77,7 @@ class StandIn:
     def __init__(
         self, rows: FamilyRows, pool: LayerPool, given: GivenArrays, grouped_masks: bool = False
     ) -> None:
-        """`given`: of the call. `grouped_masks`: see `runner.Served`."""
+        """`given`: of the call. `grouped_masks`: see `runner.MlxExecution`."""
         self.rows = rows
         self.pool = pool
         self._given = given
@@ -88,13 +89,13 @@ class StandIn:
         self.values: mx.array | None = None
 
     def drop_arrays(self) -> None:
-        """Drops what refers to the pool: an expression that is never evaluated would make the next write a copy."""
+        """Drops references to the pool: an expression that is never evaluated would make the next write a copy."""
         self.keys = self.values = None
 
     # ------------------------------------------------------------------------- mlx-lm's interface
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes K and V [sequences, heads, new, dim] to the pool. Returns those of all visible positions."""
+        """Writes K and V [sequences, heads, new, dim] to the pool. Returns K and V of all visible positions."""
         rows = self.rows
         self.pool.write(rows.write_run or rows.write_slots, keys, values)
         self.offset = self.offset + rows.new
@@ -149,8 +150,8 @@ class StandIn:
 
 
 class UnusedCache:
-    """Cache of a layer that wrote nothing in the survey. It answers questions, and refuses to keep anything: what it
-    kept would be of all requests."""
+    """Cache of a layer that wrote nothing in the survey. It answers queries and refuses to store anything, because
+    all requests would share its content."""
 
     def __init__(self, inner: Any) -> None:
         object.__setattr__(self, "_inner", inner)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from rootstock.cache.plan import HostBytes, StateCopy
 from rootstock.runtime.mlx.kv_pool import evaluate, from_host, to_host
-from rootstock.runtime.mlx.survey import CachePath, StateShape
+from rootstock.runtime.mlx.survey import CachePath, MlxStateShape
 
 LayerStates = list[mx.array | None]  # the arrays of one layer, [sequences, …]
 States = dict[CachePath, LayerStates]
@@ -31,10 +31,10 @@ class _BatchStates:
     states: States  # in the order of `slots`
 
 
-class StatePool:
+class MlxStatePool:
     """States of all recurrent layers, in `slots` slots. Owned by one thread."""
 
-    def __init__(self, shapes: Mapping[CachePath, tuple[StateShape | None, ...]], slots: int) -> None:
+    def __init__(self, shapes: Mapping[CachePath, tuple[MlxStateShape | None, ...]], slots: int) -> None:
         self._shapes = shapes
         self._slots = slots
         self._rows: dict[int, States] = {}  # arrays [1, …] of single slots
@@ -110,7 +110,7 @@ class StatePool:
     def dtypes(self) -> list[mx.Dtype]:
         return [shape.dtype for _, _, shape in self._kept()]
 
-    def _kept(self) -> list[tuple[CachePath, int, StateShape]]:
+    def _kept(self) -> list[tuple[CachePath, int, MlxStateShape]]:
         """Returns the arrays of a state in the byte order of a row: by layer and index."""
         return [
             (path, number, shape)

@@ -40,12 +40,12 @@ _KNOWN = (
 )
 
 
-class Unsupported(Exception):
+class UnsupportedModel(Exception):
     """Error: the model keeps something that the pools cannot hold. Its text is the reason, after the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class MlxLayerShape:
     """Tensors that one attention layer keeps of a position, as the probe observed them."""
 
     family: int  # index into the model's token families
@@ -83,7 +83,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class MlxStateShape:
     """Recurrent state of one layer, as the probe observed it."""
 
     shape: tuple[int, ...]  # of one sequence
@@ -95,20 +95,20 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MlxLayout:
     """Everything that a model keeps between two forwards."""
 
     families: tuple[Family, ...]  # the full one first, the states last
-    layers: Mapping[CachePath, LayerShape]
+    layers: Mapping[CachePath, MlxLayerShape]
     # The arrays of each recurrent layer. None: an array that the model never sets.
-    states: Mapping[CachePath, tuple[StateShape | None, ...]]
+    states: Mapping[CachePath, tuple[MlxStateShape | None, ...]]
     vocab_size: int
 
     @property
     def has_states(self) -> bool:
         return bool(self.states)
 
-    def with_quantized_rows(self) -> Layout:
+    def with_quantized_rows(self) -> MlxLayout:
         """Returns the layout with pools that keep K and V in int8, except latents and the indexers' keys."""
         layers = {
             path: replace(shape, is_quantized=not shape.is_latent) for path, shape in self.layers.items()
@@ -117,20 +117,20 @@ class Layout:
         return replace(self, families=(*_sized(rules, layers), *self.families[len(rules) :]), layers=layers)
 
 
-def survey(model: nn.Module, *, evaluates: bool = True) -> Layout:
-    """Runs the model on a few tokens and returns what it keeps. Raises Unsupported.
+def survey(model: nn.Module, *, evaluates: bool = True) -> MlxLayout:
+    """Runs the model on a few tokens and returns the layout of its caches. Raises UnsupportedModel.
 
     Shapes and dtypes are known without an evaluation, before the weights are read.
     """
     seen = _probe(model, _PROBE_TOKENS[0], evaluates=evaluates)
     if seen != _probe(model, _PROBE_TOKENS[1], evaluates=evaluates):
-        raise Unsupported("keeps states whose size depends on the number of tokens")
+        raise UnsupportedModel("keeps states whose size depends on the number of tokens")
     rules = sorted(
         dict.fromkeys(kept.rule for kept in seen.kept.values()),
         key=lambda r: not isinstance(r, FullAttention),
     )
     layers = {
-        path: LayerShape(
+        path: MlxLayerShape(
             rules.index(kept.rule), kept.heads, kept.key_dim, kept.value_dim, kept.dtype, kept.shares_values
         )
         for path, kept in sorted(seen.kept.items())
@@ -141,11 +141,11 @@ def survey(model: nn.Module, *, evaluates: bool = True) -> Layout:
         nbytes = sum(shape.nbytes for shapes in states.values() for shape in shapes if shape is not None)
         families.append(RecurrentState(len(states), nbytes))
     if not families:
-        raise Unsupported("keeps no memory between forwards")
-    return Layout(tuple(families), layers, states, seen.vocab_size)
+        raise UnsupportedModel("keeps no memory between forwards")
+    return MlxLayout(tuple(families), layers, states, seen.vocab_size)
 
 
-def _sized(rules: Sequence[TokenFamily], layers: Mapping[CachePath, LayerShape]) -> list[Family]:
+def _sized(rules: Sequence[TokenFamily], layers: Mapping[CachePath, MlxLayerShape]) -> list[Family]:
     """Returns the families with the numbers and bytes of their layers."""
     families: list[Family] = []
     for number, rule in enumerate(rules):
@@ -180,12 +180,12 @@ def _inner(tree: Any) -> Any:
 
 
 def _rule_of(cache: Any) -> TokenFamily | None:
-    """Returns the family of a cache's type, without its sizes; None for recurrent states. Raises Unsupported."""
+    """Returns the family of a cache's type, without its sizes; None for recurrent states. Raises UnsupportedModel."""
     if type(cache) not in _KNOWN:
-        raise Unsupported(f"keeps a {type(cache).__name__}, which this version does not know")
+        raise UnsupportedModel(f"keeps a {type(cache).__name__}, which this version does not know")
     match cache:
         case mlx_cache.RotatingKVCache() if cache.keep:
-            raise Unsupported(f"keeps the first {cache.keep} positions beside a window")
+            raise UnsupportedModel(f"keeps the first {cache.keep} positions beside a window")
         case mlx_cache.RotatingKVCache():
             return SlidingWindow(1, 1, int(cache.max_size))
         case mlx_cache.ChunkedKVCache():
@@ -196,7 +196,7 @@ def _rule_of(cache: Any) -> TokenFamily | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ObservedLayer:
     rule: TokenFamily
     heads: int
     key_dim: int
@@ -207,8 +207,8 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    kept: dict[CachePath, _Kept]
-    states: dict[CachePath, tuple[StateShape | None, ...]]
+    kept: dict[CachePath, _ObservedLayer]
+    states: dict[CachePath, tuple[MlxStateShape | None, ...]]
     vocab_size: int
 
 
@@ -237,22 +237,22 @@ def _probe(model: nn.Module, tokens: int, *, evaluates: bool) -> _Seen:
     )
 
 
-def _kept(cache: _WatchedCache, tokens: int) -> _Kept:
+def _kept(cache: _WatchedCache, tokens: int) -> _ObservedLayer:
     if len(cache.given) > 1:
-        raise Unsupported("gives K and V to a cache more than once in a forward")
+        raise UnsupportedModel("gives K and V to a cache more than once in a forward")
     keys, values = cache.given[0]
     for array in (keys, values):
         if array.ndim != 4 or array.shape[0] != 1 or array.shape[2] != tokens:
-            raise Unsupported(f"gives a cache an array of shape {list(array.shape)} for {tokens} tokens")
+            raise UnsupportedModel(f"gives a cache an array of shape {list(array.shape)} for {tokens} tokens")
     if keys.dtype != values.dtype or keys.shape[1] != values.shape[1]:
-        raise Unsupported("gives a cache K and V of different dtypes or numbers of heads")
+        raise UnsupportedModel("gives a cache K and V of different dtypes or numbers of heads")
     rule = _rule_of(cache.inner)
     assert rule is not None
-    return _Kept(rule, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys is values)
+    return _ObservedLayer(rule, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys is values)
 
 
-def _state_shape(state: mx.array | None) -> StateShape | None:
-    return None if state is None else StateShape(tuple(state.shape[1:]), state.dtype)
+def _state_shape(state: mx.array | None) -> MlxStateShape | None:
+    return None if state is None else MlxStateShape(tuple(state.shape[1:]), state.dtype)
 
 
 class _WatchedCache:

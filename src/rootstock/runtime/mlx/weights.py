@@ -1,7 +1,7 @@
 """Weights of mlx-lm's models: read from a checkpoint's files, cast or quantized, and evaluated.
 
-mlx-lm reads what it finds in a directory. Here it gets a directory of links: the configuration that was checked, and
-the weight files that the index names, whose content the fingerprint covers.
+mlx-lm reads all files that it finds in a directory. It therefore gets a directory of links: to the configuration that
+was checked, and to the weight files that the index names, whose content the fingerprint covers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
 from rootstock.errors import ModelUnsupported, ModelWeightsMissing, shown
-from rootstock.runtime.mlx.checkpoint import Checkpoint, read_checkpoint
+from rootstock.runtime.mlx.checkpoint import MlxCheckpoint, read_checkpoint
 from rootstock.runtime.mlx.runner import dtype_name
 from rootstock.runtime.model_files import CONFIG, Progress, first_line, in_one_line, stored_tensors
 from rootstock.runtime.model_formats import MLX, Quantization, quantization_of
@@ -35,7 +35,7 @@ def check_architecture(model: str, directory: Path) -> None:
     read_checkpoint(model, directory)
 
 
-def lazy_model(model: str, checkpoint: Checkpoint, files: Sequence[Path]) -> nn.Module:
+def lazy_model(model: str, checkpoint: MlxCheckpoint, files: Sequence[Path]) -> nn.Module:
     """Builds the model with weights that are not read yet. Raises ModelWeightsMissing or ModelUnsupported."""
     _refuse_repeated(model, files)
     try:
@@ -46,7 +46,7 @@ def lazy_model(model: str, checkpoint: Checkpoint, files: Sequence[Path]) -> nn.
             built: nn.Module = load_by_mlx_lm(Path(folder), lazy=True)[0]
     except (
         Exception
-    ) as error:  # ValueError for weights of other names or shapes, and whatever the model's code raises
+    ) as error:  # ValueError for weights of other names or shapes, and any error of the model's code
         quantization = quantization_of(checkpoint.config)
         if quantization is not None and quantization.method != MLX:  # a variant that mlx-lm does not read
             raise ModelUnsupported(model, quantization.refusal(in_one_line(error), by_mlx=True)) from error
@@ -68,7 +68,7 @@ def _refuse_repeated(model: str, files: Sequence[Path]) -> None:
         seen.add(tensor.name)
 
 
-def stored_modules(checkpoint: Checkpoint, files: Sequence[Path]) -> dict[str, str | None]:
+def stored_modules(checkpoint: MlxCheckpoint, files: Sequence[Path]) -> dict[str, str | None]:
     """Returns the model's name of each module whose weight the files hold, by the name there. None: mlx-lm makes
     other weights of it, or none. Reads headers only."""
     stored: dict[str, mx.array] = {}
@@ -148,10 +148,10 @@ def _quantizable(built: Any) -> Iterator[tuple[str, Any]]:
 
 
 def evaluate_weights(model: str, built: nn.Module, report: Progress) -> None:
-    """Reads the weights from the files and computes whatever follows from them. Raises ModelWeightsMissing.
+    """Reads the weights from the files and computes the arrays that depend on them. Raises ModelWeightsMissing.
 
-    Another thread cannot evaluate what this one leaves lazy. So every array of every module is evaluated, also those
-    that are no parameters, like the frequencies of RoPE.
+    Another thread cannot evaluate lazy arrays of this one. Every array of every module is therefore evaluated, also
+    arrays that are no parameters, such as the frequencies of RoPE.
     """
     arrays = list(arrays_of(built))
     total = sum(array.nbytes for array in arrays) or 1

@@ -30,7 +30,7 @@ Compiled = Literal["triton", "numba"]
 
 
 class Attended(Protocol):
-    """Attributes of a layer's shape that determine its attention backend. `LayerShape` has them."""
+    """Attributes of a layer's shape that determine its attention backend. `TorchLayerShape` has them."""
 
     @property
     def kind(self) -> str: ...

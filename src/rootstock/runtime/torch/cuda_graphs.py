@@ -30,7 +30,7 @@ from rootstock.kernels.api import StepAttention
 from rootstock.kernels.spans import slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Logits, Segment
-from rootstock.runtime.torch.fallback import Served
+from rootstock.runtime.torch.fallback import TorchExecution
 from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepCache
@@ -71,7 +71,7 @@ class DecodeGraphs:
 
 
 def record_decodes(
-    model: nn.Module, served: Served, pool: TorchPool, blocks: int, plain: Forward
+    model: nn.Module, served: TorchExecution, pool: TorchPool, blocks: int, plain: Forward
 ) -> DecodeGraphs | None:
     """Records graphs for batches of up to 64 sequences, or fewer if the pools are small. Returns None if that fails.
 
@@ -131,7 +131,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def _recorded(
-    model: nn.Module, served: Served, pool: TorchPool, blocks: int, plain: Forward, capture: Capture
+    model: nn.Module, served: TorchExecution, pool: TorchPool, blocks: int, plain: Forward, capture: Capture
 ) -> DecodeGraphs:
     """Records and compares all graphs. Raises the error of code that cannot be recorded, or RuntimeError if a graph
     differs."""

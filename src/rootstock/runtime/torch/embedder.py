@@ -47,7 +47,7 @@ class TorchEmbedder:
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, files: EmbeddingFiles) -> None:
         config = text_config(model)
         first = next(model.parameters())
-        # Lengths to which an embedding may be cut: those of Matryoshka training. None: any.
+        # Lengths to which an embedding may be cut, from Matryoshka training. None: any.
         declared = getattr(config, "matryoshka_dimensions", None)
         is_nested = bool(getattr(config, "is_matryoshka", False))
         self.description = EmbedderDescription(
@@ -102,7 +102,7 @@ class TorchEmbedder:
         """Makes the model's forward call `between_layers`."""
         lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
         declared = getattr(text_config(self._model), "num_hidden_layers", None)
-        # The longest list may be that of one layer's experts. An outer list precedes those that it holds.
+        # The longest list may hold one layer's experts. An outer list precedes the lists that it holds.
         layers = next(
             (each for each in lists if len(each) == declared), max(lists, key=len, default=nn.ModuleList())
         )

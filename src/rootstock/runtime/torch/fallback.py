@@ -25,7 +25,7 @@ from rootstock.runtime.torch.attention_backends import Compiled
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, undo_fusion
 from rootstock.runtime.torch.hooks import LayerUnsupported
 from rootstock.runtime.torch.inspect.attention_probe import probe_packed, undo_parts
-from rootstock.runtime.torch.inspect.layout import Layout, sequential_layout
+from rootstock.runtime.torch.inspect.layout import TorchLayout, sequential_layout
 from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.recurrent_mixers import refuse_forgetful_mixers
 from rootstock.runtime.torch.inspect.survey import Surveyed
@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TorchExecution:
     """Model that passed the self-check, and its configuration. The model is left in its execution mode."""
 
-    layout: Layout
+    layout: TorchLayout
     description: ModelDescription
     compiled: Compiled | None = None  # the compiled attention backend; None: torch's operations only
     fusion: Fusion = NOTHING_FUSED
@@ -50,11 +50,11 @@ def choose_mode(
     model: nn.Module,
     found: Surveyed,
     context_limit: int,
-    describe: Callable[[Layout], ModelDescription],
-    make_runtime: Callable[[Served, Tuning], Runtime],
+    describe: Callable[[TorchLayout], ModelDescription],
+    make_runtime: Callable[[TorchExecution, Tuning], Runtime],
     progress: Callable[[float], None],
     compiled: Compiled | None = None,
-) -> Served:
+) -> TorchExecution:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
     does."""
     modes: list[ExecutionMode] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
@@ -69,7 +69,7 @@ def choose_mode(
             if fuses and not fusion.parts:
                 undo_parts(model)
                 continue  # the next attempt is the same
-            served = Served(layout, replace(describe(layout), execution_mode=mode), kernel, fusion)
+            served = TorchExecution(layout, replace(describe(layout), execution_mode=mode), kernel, fusion)
             remark = self_check(
                 model,
                 layout.calling,
@@ -122,7 +122,7 @@ def _fuse(model: nn.Module, found: Surveyed, context_limit: int) -> Fusion:
     return fuse(model, found, next(model.parameters()).device, context_limit)
 
 
-def _set_mode(mode: ExecutionMode, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
+def _set_mode(mode: ExecutionMode, model: nn.Module, found: Surveyed, context_limit: int) -> TorchLayout:
     """Makes the model run in this mode. Raises LayerUnsupported if it cannot."""
     if mode == "one sequence per forward":
         use_attention(model, "eager")

@@ -16,7 +16,7 @@ from rootstock.kernels.quantized_rows import PoolRows, RoundedRows
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.torch.attention_backends import Compiled, Kernel, Kernels, kernel_of
 from rootstock.runtime.torch.lazy_rows import LazyRows
-from rootstock.runtime.torch.state_pool import StatePool, StateShape
+from rootstock.runtime.torch.state_pool import TorchStatePool, TorchStateShape
 
 if TYPE_CHECKING:
     from rootstock.kernels.cpu.kv_quantization import RoundingLoops
@@ -29,7 +29,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class TorchLayerShape:
     """Tensors that one attention layer keeps of a position, as a probe of the model observed them."""
 
     index: int  # the layer's number in the model
@@ -79,7 +79,7 @@ class LayerMemory:
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: TorchLayerShape,
         kernel: Kernel,
         slots: int,
         device: torch.device,
@@ -124,8 +124,8 @@ class TorchPool:
     def __init__(
         self,
         families: Sequence[Family],
-        layers: Sequence[LayerShape],
-        states: Sequence[StateShape],
+        layers: Sequence[TorchLayerShape],
+        states: Sequence[TorchStateShape],
         rows: Sequence[int],
         block_size: int,
         device: torch.device,
@@ -152,9 +152,9 @@ class TorchPool:
             for shape in layers
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
-        self.states = StatePool(states, slots[0], device) if slots else None
+        self.states = TorchStatePool(states, slots[0], device) if slots else None
         # For each family, memories in the byte order of a row: by the layer's number, then as in
-        # `LayerShape.tensors`.
+        # `TorchLayerShape.tensors`.
         self._memories = [
             [
                 memory
@@ -262,7 +262,7 @@ class TorchPool:
                     memory.index_copy_(0, targets, memory.index_select(0, sources))
 
 
-def _loops_for(shape: LayerShape) -> RoundingLoops | None:
+def _loops_for(shape: TorchLayerShape) -> RoundingLoops | None:
     if not shape.is_quantized:
         return None
     from rootstock.kernels.cpu.kv_quantization import DTYPES, RoundingLoops  # numba may not be installed
@@ -270,7 +270,7 @@ def _loops_for(shape: LayerShape) -> RoundingLoops | None:
     return RoundingLoops(shape.dtype) if shape.dtype in DTYPES else None
 
 
-def block_dtypes(layers: Sequence[LayerShape], family: int) -> list[torch.dtype]:
+def block_dtypes(layers: Sequence[TorchLayerShape], family: int) -> list[torch.dtype]:
     """Returns the dtypes of the buffers of a block, in the order in which a pool of these layers returns them."""
     return [
         dtype

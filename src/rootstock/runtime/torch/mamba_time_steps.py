@@ -26,7 +26,7 @@ def limit_time_steps(model: nn.Module, found: Surveyed) -> bool:
 
     The limits are the configuration's `time_step_limit`. Some model files ignore that field (transformers' Nemotron-H
     clamps to at least `time_step_min`, which only describes how weights are initialised); a model whose configuration
-    declares no limits keeps those of its file.
+    declares no limits keeps the limits of its file.
     """
     declared = _limits(getattr(text_config(model), "time_step_limit", None))
     changed = False

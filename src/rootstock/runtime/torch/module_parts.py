@@ -30,7 +30,7 @@ class PartCache(HookedCache):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     rows: Tensor  # [sequences, new] int64, rows of the packed step
     cache: PartCache
     past: int  # of a single sequence; unused if there are several
@@ -39,15 +39,15 @@ class Part:
 class StepCache(HookedCache):
     """Cache of a packed step, which knows the step's sequences."""
 
-    def groups(self) -> Iterator[Part]:
+    def groups(self) -> Iterator[StepPart]:
         """Yields sequences with equally many new tokens together. Each part is run before the next is made."""
         raise NotImplementedError
 
-    def sequences(self) -> Iterator[Part]:
+    def sequences(self) -> Iterator[StepPart]:
         """Yields one sequence at a time, each with a cache that returns all of its K and V."""
         raise NotImplementedError
 
-    def within(self, part: Part) -> contextlib.AbstractContextManager[None]:
+    def within(self, part: StepPart) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a module runs a part of the step."""
         return contextlib.nullcontext()
 
@@ -84,7 +84,7 @@ class PartByPart:
 class _Cut:
     """Function that cuts a part's share out of one argument of a module."""
 
-    part: Part
+    part: StepPart
     tokens: int  # of the step
     alone: bool
 

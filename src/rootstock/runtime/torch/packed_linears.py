@@ -66,7 +66,7 @@ Way = Literal["packed", "int8", "int4", ""]  # "": unchanged
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _PackingJob:
     """Linear layers that share one product: the members of a group, or a single layer."""
 
     names: list[str]
@@ -170,8 +170,8 @@ def _watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Watch on every operation on a weight. Each linear layer gets a new parameter for it, on the same memory, so
-    that a tied head can be told from the embedding."""
+    """Watch on every operation on a weight. Each linear layer gets a new parameter for it, on the same memory, which
+    distinguishes a tied head from the embedding."""
 
     def __init__(self, linears: dict[nn.Linear, str]) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def _pack(
         from rootstock.kernels.torch.quantized_linear import DequantizeScratch
 
         scratch = DequantizeScratch()
-    same: dict[tuple[object, ...], list[_Job]] = {}
+    same: dict[tuple[object, ...], list[_PackingJob]] = {}
     for job in jobs:
         same.setdefault(job.weights, []).append(job)
     for sharing in same.values():
@@ -264,7 +264,7 @@ def _pack(
 
 def _jobs(
     linears: dict[nn.Linear, str], ways: dict[nn.Linear, Way], groups: Sequence[Sequence[nn.Linear]]
-) -> tuple[list[_Job], dict[int, int]]:
+) -> tuple[list[_PackingJob], dict[int, int]]:
     """Returns jobs in the model's order, and the group number by the id of a job. A layer is in one group at most."""
     members = Counter(member for group in groups for member in group)
     assert all(count == 1 for count in members.values()), "a linear is in one group at most"
@@ -274,12 +274,14 @@ def _jobs(
             member in linears and _alike(member, group[0]) and ways[member] == ways[group[0]]
             for member in group
         ):
-            job = _Job([linears[member] for member in group], list(group), ways[group[0]])
+            job = _PackingJob([linears[member] for member in group], list(group), ways[group[0]])
             jobs.append(job)
             numbers[id(job)] = number
             grouped |= set(group)
     jobs += [
-        _Job([name], [linear], ways[linear]) for linear, name in linears.items() if linear not in grouped
+        _PackingJob([name], [linear], ways[linear])
+        for linear, name in linears.items()
+        if linear not in grouped
     ]
     return jobs, numbers
 
@@ -317,7 +319,7 @@ def _made(
     return None, wrong, None
 
 
-def _replace(job: _Job, linear: Linear) -> None:
+def _replace(job: _PackingJob, linear: Linear) -> None:
     forwards: list[Any]
     if len(job.modules) == 1:
         forwards = [_Packed(linear)]

@@ -44,14 +44,14 @@ from rootstock.runtime.model_files import (
     stored_tensors,
     weight_files,
 )
-from rootstock.runtime.torch.adapters.adapters import Adapters
-from rootstock.runtime.torch.adapters.rows import AdapterRows
+from rootstock.runtime.torch.adapters.adapters import TorchAdapters
+from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
-from rootstock.runtime.torch.fallback import Served, choose_mode
+from rootstock.runtime.torch.fallback import TorchExecution, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import refuse_unknown_kinds, text_config
-from rootstock.runtime.torch.inspect.layout import Layout, sequential_layout
+from rootstock.runtime.torch.inspect.layout import TorchLayout, sequential_layout
 from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
@@ -140,7 +140,7 @@ def load_model(
         compile_for({dtype})
         report("compile", 1.0)
 
-    def describe(layout: Layout) -> ModelDescription:
+    def describe(layout: TorchLayout) -> ModelDescription:
         return ModelDescription(
             name=config.served_name or public_name(name),
             architecture=type(model).__name__,
@@ -185,7 +185,7 @@ def load_model(
     stored = _with_quantized_cache(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
         compile_for(stored.layout.dtypes)  # a layer may have another dtype than the model
-    adapters = Adapters(
+    adapters = TorchAdapters(
         model,
         served,
         packing.kept,
@@ -211,7 +211,7 @@ def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dty
     refuse_hopeless_budget(layout.families, demands)
 
 
-def _stored(layout: Layout, of_states: torch.dtype | None, rounds_rows: bool) -> Layout:
+def _stored(layout: TorchLayout, of_states: torch.dtype | None, rounds_rows: bool) -> TorchLayout:
     """Returns the layout with the dtypes that the options choose for the pools."""
     if of_states is not None:
         layout = layout.with_stored_states(of_states)
@@ -240,7 +240,9 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         )
 
 
-def _with_quantized_cache(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
+def _with_quantized_cache(
+    served: TorchExecution, of_states: torch.dtype | None, rounds_rows: bool
+) -> TorchExecution:
     """Returns the same model with pools that round recurrent states or quantize K and V. The self-check has run with
     exact pools, because the loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = _stored(served.layout, of_states, rounds_rows)
@@ -267,7 +269,7 @@ def _with_quantized_cache(served: Served, of_states: torch.dtype | None, rounds_
     return replace(served, layout=layout, description=description)
 
 
-def _layout_name(layout: Layout) -> str:
+def _layout_name(layout: TorchLayout) -> str:
     """Returns a hash of the row layout: families, layers, states, and transformers' version. The version counts
     because transformers may store other contents in the same shapes (for example keys before or after rotation)."""
     kept = repr((layout.families, layout.layers, layout.states, transformers.__version__))
@@ -280,11 +282,11 @@ class TorchRuntime:
     def __init__(
         self,
         model: nn.Module,
-        served: Served,
+        served: TorchExecution,
         tuning: Tuning | None = None,
         *,
         with_graphs: bool = False,
-        adapters: Adapters | None = None,
+        adapters: TorchAdapters | None = None,
     ) -> None:
         self._model = model
         self._adapters = adapters
@@ -389,7 +391,7 @@ class TorchRuntime:
                 parts |= zip(group, np.split(logits, ends), strict=True)
             return np.concatenate([parts[number] for number in range(len(segments))])
 
-    def _forward(self, pool: TorchPool, segments: Sequence[Segment], rows: AdapterRows | None) -> Logits:
+    def _forward(self, pool: TorchPool, segments: Sequence[Segment], rows: TorchAdapterRows | None) -> Logits:
         mode = self._description.execution_mode
         if mode == "one sequence per forward":
             return self._one_by_one(pool, segments)
@@ -403,7 +405,7 @@ class TorchRuntime:
         segments: Sequence[Segment],
         *,
         token_wise: bool,
-        adapter_rows: AdapterRows | None = None,
+        adapter_rows: TorchAdapterRows | None = None,
     ) -> Logits:
         cache = PackedCache(pool, segments, token_wise=token_wise, adapter_rows=adapter_rows)
         ends = np.cumsum([len(segment.tokens) for segment in segments])

@@ -27,8 +27,8 @@ from rootstock.runtime.trial import (
     BLOCK_SIZE,
     Measure,
     Trial,
+    TrialResult,
     Variant,
-    Verdict,
     allowed_difference,
     check,
     trial_tokens,
@@ -76,7 +76,7 @@ def self_check(
     make_runtime: Callable[[Tuning], Runtime],
     progress: Callable[[float], None],
     variant: Variant | None = None,
-) -> Verdict:
+) -> TrialResult:
     """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     own = _EagerModel(model, calling, description.dtype)
     return check(own, description, lambda: make_runtime(_small_slices(description)), progress, variant)

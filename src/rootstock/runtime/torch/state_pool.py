@@ -32,7 +32,7 @@ class StateKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class TorchStateShape:
     """State of one layer, as a probe of the model observed it."""
 
     key: StateKey
@@ -45,19 +45,19 @@ class StateShape:
     def bytes_per_state(self) -> int:
         return self.stored.itemsize * torch.Size(self.shape).numel()
 
-    def stored_as(self, dtype: torch.dtype) -> StateShape:
+    def stored_as(self, dtype: torch.dtype) -> TorchStateShape:
         """Returns the shape with a narrower dtype in the pool, if it is a recurrent state. Convolution states keep
         the model's dtype."""
         narrower = self.key.kind == _RECURRENT and dtype.itemsize < self.dtype.itemsize
         return replace(self, stored=dtype) if narrower else self
 
 
-class StatePool:
+class TorchStatePool:
     """Pool of `slots` rows of every state, [slots, …]. On a CPU memory is taken when a slot is first written."""
 
-    def __init__(self, shapes: Sequence[StateShape], slots: int, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[TorchStateShape], slots: int, device: torch.device) -> None:
         self.slots = slots
-        self.of_layer: dict[int, list[StateShape]] = {}
+        self.of_layer: dict[int, list[TorchStateShape]] = {}
         self._memory: dict[StateKey, LazyRows] = {}
         for shape in shapes:
             self.of_layer.setdefault(shape.key.layer, []).append(shape)
@@ -72,11 +72,11 @@ class StatePool:
     def nbytes(self) -> int:
         return sum(memory.tensor.nbytes for memory in self._memory.values())
 
-    def read(self, shape: StateShape, slots: Tensor) -> Tensor:
+    def read(self, shape: TorchStateShape, slots: Tensor) -> Tensor:
         """Copies states [sequences, …] in the mixer's dtype."""
         return self._memory[shape.key].tensor.index_select(0, slots).to(shape.dtype)
 
-    def write(self, shape: StateShape, slots: Tensor, states: Tensor) -> None:
+    def write(self, shape: TorchStateShape, slots: Tensor, states: Tensor) -> None:
         memory = self._memory[shape.key].tensor
         memory.index_copy_(0, slots, states.to(memory.dtype))
 
@@ -97,7 +97,7 @@ class StateCache(PartCache):
     Scratch memory is transformers' own layer of states, for which mixers are written.
     """
 
-    def __init__(self, pool: StatePool | None, slots: Tensor, *, continues: bool) -> None:
+    def __init__(self, pool: TorchStatePool | None, slots: Tensor, *, continues: bool) -> None:
         """Takes slots [sequences] int64. Without a pool, states of any layer and shape are accepted and can be
         read."""
         super().__init__()
@@ -126,7 +126,7 @@ class StateCache(PartCache):
                     self._fill(scratch, shape)
         return scratch
 
-    def _fill(self, scratch: LinearAttentionLayer, shape: StateShape) -> None:
+    def _fill(self, scratch: LinearAttentionLayer, shape: TorchStateShape) -> None:
         assert self._pool is not None
         _, kind, index = shape.key
         if kind == _CONV:
@@ -182,12 +182,12 @@ class _LayersByIndex(list[LinearAttentionLayer]):
         return self._layer_at(index)
 
 
-def state_dtypes(shapes: Sequence[StateShape]) -> list[torch.dtype]:
+def state_dtypes(shapes: Sequence[TorchStateShape]) -> list[torch.dtype]:
     """Returns the dtypes of the buffers of a state, in the order in which a pool of these shapes returns them."""
     return [shape.stored for shape in sorted(shapes, key=lambda shape: shape.key)]
 
 
-def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:
+def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[TorchStateShape]:
     """Returns the shapes of the states that a call left in a layer's scratch memory."""
     shapes = []
     for kind in (_CONV, _RECURRENT):
@@ -195,5 +195,5 @@ def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]
             if state is not None:
                 kernel = scratch.conv_kernel_size[index] if kind == _CONV else None
                 key = StateKey(layer_idx, kind, index)
-                shapes.append(StateShape(key, tuple(state.shape[1:]), state.dtype, state.dtype, kernel))
+                shapes.append(TorchStateShape(key, tuple(state.shape[1:]), state.dtype, state.dtype, kernel))
     return shapes

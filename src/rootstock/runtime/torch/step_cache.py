@@ -18,13 +18,13 @@ from rootstock.kernels.quantized_rows import select_rows
 from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Segment
-from rootstock.runtime.torch.adapters.rows import AdapterRows
+from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
 from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
-from rootstock.runtime.torch.module_parts import Part
+from rootstock.runtime.torch.module_parts import StepPart
 from rootstock.runtime.torch.state_pool import StateCache
 
 
@@ -37,7 +37,7 @@ class PackedCache(FusedStep):
         segments: Sequence[Segment],
         *,
         token_wise: bool = False,
-        adapter_rows: AdapterRows | None = None,
+        adapter_rows: TorchAdapterRows | None = None,
     ) -> None:
         """Plans the step. `token_wise`: mixers that continue a state get one new token at a time. `adapter_rows`: of
         a step with adapters."""
@@ -103,13 +103,13 @@ class PackedCache(FusedStep):
             )
         return self._offsets
 
-    def groups(self) -> Iterator[Part]:
+    def groups(self) -> Iterator[StepPart]:
         states = self._pool.states
         assert states is not None, "a mixer in a model without states"
         if self._groups is None:
             self._groups = self._grouped()
         for rows, slots, continues in self._groups:
-            yield Part(rows, StateCache(states, slots, continues=continues), -1)
+            yield StepPart(rows, StateCache(states, slots, continues=continues), -1)
 
     def _grouped(self) -> list[tuple[Tensor, Tensor, bool]]:
         """Returns for each call of a mixer its rows [sequences, new], slots [sequences], and whether they have a
@@ -128,7 +128,7 @@ class PackedCache(FusedStep):
             ]
         return calls
 
-    def sequences(self) -> Iterator[Part]:
+    def sequences(self) -> Iterator[StepPart]:
         if self._alone is None:
             self._alone = [
                 (
@@ -139,9 +139,9 @@ class PackedCache(FusedStep):
                 for span, segment in zip(self._spans[0], self._segments, strict=True)
             ]
         for rows, segment, slots in self._alone:
-            yield Part(rows, SequenceCache(self._pool, segment, slots), segment.past)
+            yield StepPart(rows, SequenceCache(self._pool, segment, slots), segment.past)
 
-    def within(self, part: Part) -> contextlib.AbstractContextManager[None]:
+    def within(self, part: StepPart) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._adapter_rows is None else self._adapter_rows.within(part)
 
     def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
@@ -200,7 +200,7 @@ def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
 class SequenceCache(StateCache):
     """Cache of a single sequence, for one module or for the whole model: returns all of its K and V, and its states.
 
-    Its tensors carry no marks, so that they are not taken for those of a packed step.
+    Its tensors carry no marks, so that they are not taken for tensors of a packed step.
     """
 
     def __init__(self, pool: TorchPool, segment: Segment, slots: Tensor) -> None:

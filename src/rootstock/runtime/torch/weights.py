@@ -64,7 +64,7 @@ def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
     try:
         with quiet():  # the configuration is copied, because the quantizer changes it
             found = get_hf_quantizer(copy.deepcopy(config), None, None, True, {})[0]
-    except Exception as error:  # ImportError, ValueError, RuntimeError and others for what is missing
+    except Exception as error:  # ImportError, ValueError, RuntimeError and others for missing parts
         raise ModelUnsupported(model, declared.refusal(in_one_line(error))) from error
     if found is None:
         raise ModelUnsupported(model, declared.refusal())

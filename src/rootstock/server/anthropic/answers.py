@@ -10,8 +10,6 @@ from pydantic import BaseModel
 
 from rootstock.cache.hints import HintOutcome
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.output.deltas import DeltaParser
-from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError
 from rootstock.server.anthropic.blocks import (
@@ -27,6 +25,8 @@ from rootstock.server.anthropic.errors import error_body
 from rootstock.server.hints.sent import NO_HINTS, SentHints
 from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
+from rootstock.text.output.deltas import DeltaParser
+from rootstock.text.output.reasoning_tokens import parsed_answer, reasoning_tokens
 
 
 class MessageUsage(BaseModel):
@@ -75,8 +75,8 @@ class PromptUsage:
     def created_body(self, created: int, cached_tokens: int, outcomes: Sequence[HintOutcome]) -> Json:
         """Tells how long created tokens are kept.
 
-        Tokens up to a mark of an hour that the cache has accepted are kept for it. No time is promised for others,
-        and the shortest is told.
+        Tokens up to a mark of an hour that the cache has accepted are kept for it. No time is promised for other
+        tokens, and they are reported under the shortest time.
         """
         hour = max(0, min(self.hints.kept_an_hour(outcomes), self.stored_tokens) - cached_tokens)
         return {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour}
@@ -114,13 +114,14 @@ class MessageFormat:
         blocks = WholeBlocks.of(parsed_answer(parser, history.texts()), self.style)
         message = self.message(blocks.content, usage.cached_tokens, usage.completion_tokens, history.end)
         message["usage"] |= thinking_tokens(parser)
-        message |= self.prompt.hints.told([history.end])
+        if self.prompt.hints is not NO_HINTS:
+            message |= self.prompt.hints.told([history.end])
         return message | self.ending(history.end, blocks.has_calls, self.edits())
 
     def message(
         self, content: list[Json], cached_tokens: int, output_tokens: int, event: TokenEvent | Finished
     ) -> Json:
-        """Returns the message, without its end. `event` is the first with what the cache has decided.
+        """Returns the message, without its end. `event` is the first one with the decisions of the cache.
 
         Anthropic's schema has more fields that are null here, such as `container`. Its API leaves them out, and some
         clients accept no null.
@@ -219,8 +220,9 @@ class MessageWriter:
         delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None})
         told = self._format.prompt.body(usage.cached_tokens, usage.completion_tokens)
         told |= thinking_tokens(self._parser)
-        hints = self._format.prompt.hints.told(ends)
-        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits(), **hints}
+        last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits()}
+        if self._format.prompt.hints is not NO_HINTS:
+            last |= self._format.prompt.hints.told(ends)
         return _event(last) + _event({"type": "message_stop"})
 
     def error(self, error: RootstockError) -> str:

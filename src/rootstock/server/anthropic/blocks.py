@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from rootstock.engine.output.deltas import (
-    CallArguments,
-    CallEnded,
-    CallStarted,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-)
 from rootstock.server.anthropic.json_prefix import JsonPrefix
 from rootstock.server.anthropic.signatures import holding, signature_of
 from rootstock.server.anthropic.tool_use_ids import tool_use_id
 from rootstock.server.wire import Json
+from rootstock.text.output.deltas import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AnswerStyle:
     parallel: bool = True  # False: only the first call is shown
 
     def shown(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """Yields the deltas without those of calls that are not shown."""
+        """Yields the deltas, except deltas of calls that are not shown."""
         for delta in deltas:
             if (
                 self.parallel
@@ -76,7 +76,7 @@ class StreamedBlocks:
         self.has_calls = False  # complete ones
         self._style = style
         self._count = 0
-        self._open: type[TextDelta | ReasoningDelta | CallStarted] | None = None
+        self._open: type[ContentDelta | ReasoningDelta | CallStarted] | None = None
         self._spaces = ""  # that wait for the text after them
         self._thinking: list[str] = []  # of the open block
         self._arguments = JsonPrefix()  # of the open call
@@ -86,7 +86,7 @@ class StreamedBlocks:
         """Yields the events of deltas. Take all of them before the next deltas."""
         for delta in self._style.shown(deltas):
             match delta:
-                case TextDelta(text):
+                case ContentDelta(text):
                     yield from self._text(text)
                 case ReasoningDelta(text):
                     yield from self._reason(text)
@@ -117,12 +117,12 @@ class StreamedBlocks:
         self._open = None
 
     def _text(self, text: str) -> Iterator[BlockEvent]:
-        if self._open is not TextDelta:
+        if self._open is not ContentDelta:
             text = self._spaces + text
             if not text or text.isspace():
                 self._spaces = text
                 return
-            yield from self._start(TextDelta, {"type": "text", "text": ""})
+            yield from self._start(ContentDelta, {"type": "text", "text": ""})
         yield self._grown("text_delta", "text", text)
 
     def _reason(self, text: str) -> Iterator[BlockEvent]:
@@ -133,7 +133,7 @@ class StreamedBlocks:
             yield self._grown("thinking_delta", "thinking", text)
 
     def _start(
-        self, kind: type[TextDelta | ReasoningDelta | CallStarted], block: Json
+        self, kind: type[ContentDelta | ReasoningDelta | CallStarted], block: Json
     ) -> Iterator[BlockEvent]:
         yield from self.close()
         self._open = kind
@@ -188,4 +188,4 @@ def _sound(deltas: Iterable[Delta], inputs: Collection[int]) -> Iterator[Delta]:
         if not isinstance(delta, CallStarted | CallArguments | CallEnded) or delta.index in inputs:
             yield delta
         elif isinstance(delta, CallEnded):
-            yield TextDelta(delta.raw)
+            yield ContentDelta(delta.raw)

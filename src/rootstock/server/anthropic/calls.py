@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from rootstock.engine.constraints.asked import Constraint
-from rootstock.engine.constraints.json_schema import json_schema_of
-from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import PromptTextTooLong
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
@@ -16,13 +13,16 @@ from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import sent_hints
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.server.wire import ApiCall, Json, call_of, hints_of
+from rootstock.text.constraints.asked import Constraint
+from rootstock.text.constraints.json_schema import json_schema_of
+from rootstock.text.conversation.types import Conversation
+from rootstock.text.prompts.salt import salt_of
 
 
 def messages_call(
     model: ServedModel, body: MessagesRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
+) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)
@@ -33,7 +33,7 @@ def messages_call(
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)
@@ -49,12 +49,12 @@ def messages_call(
         applied,
         diagnose,
     )
-    return model.call(
+    return call_of(
+        model,
         format,
         chat.requests(id, 1, sampling, stop, diagnose=asked is not None, hints=hints.cache),
         stream=bool(body.stream),
-        dropped=chat.dropped,
-        media=chat.template.media,
+        chat=chat,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rootstock.engine.conversation.types import Tool
+from rootstock.text.conversation.types import Tool
 
 Json = dict[str, Any]
 

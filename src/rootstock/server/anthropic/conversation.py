@@ -7,14 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
-from rootstock.engine.conversation.media import medium_line, medium_of
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
+from rootstock.server.anthropic.signatures import text_held
+from rootstock.server.anthropic.tool_use_ids import call_id_of
+from rootstock.text.conversation.marks import CACHE_CONTROL, cache_control_of, count_marks
+from rootstock.text.conversation.media import medium_line, medium_of
+from rootstock.text.conversation.types import (
     Conversation,
     Medium,
     MediumKind,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
@@ -24,7 +28,7 @@ from rootstock.engine.conversation.types import (
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import (
+from rootstock.text.limits import (
     MAX_CONTENT_PARTS,
     MAX_MARKS,
     MAX_NAME_CHARS,
@@ -35,10 +39,6 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
-from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
-from rootstock.server.anthropic.signatures import text_held
-from rootstock.server.anthropic.tool_use_ids import call_id_of
 
 ROLES = ("user", "assistant", "system")
 
@@ -165,7 +165,7 @@ def _blocks(content: Any, path: str) -> Iterator[tuple[str, Json, str]]:
         yield kind, block, at
 
 
-def _system_parts(content: Any, path: str) -> Iterator[Part]:
+def _system_parts(content: Any, path: str) -> Iterator[MessagePart]:
     for kind, block, at in _blocks(content, path):
         match kind:
             case "text" | "search_result" | "document":
@@ -191,7 +191,7 @@ def _changed_tool(block: Json, path: str) -> str:
     return _name_of(tool, f"{path}.tool", "tool_name" if "tool_name" in tool else "name")
 
 
-def _parts_of(content: Any, path: str) -> Iterator[Part]:
+def _parts_of(content: Any, path: str) -> Iterator[MessagePart]:
     for kind, block, at in _blocks(content, path):
         match kind:
             case "text" | "search_result" | "document":
@@ -245,7 +245,7 @@ def _text_of(block: Json, path: str) -> Text:
 
 
 def _document_texts(block: Json, path: str) -> tuple[list[str], list[Text]]:
-    """Returns what a document says about itself, and its text."""
+    """Returns the title and the context of a document, and its text."""
     title, context, source = block.get("title"), block.get("context"), block.get("source")
     head = [text for text in (title, context) if isinstance(text, str)]
     at = f"{path}.source"

@@ -10,19 +10,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rootstock.engine.conversation.marks import marks_in
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.text.conversation.marks import marks_in
+from rootstock.text.conversation.types import (
     Conversation,
     Message,
-    Part,
+    MessagePart,
     PrefixMark,
     Reasoning,
     Text,
     ToolCall,
     ToolResult,
 )
-from rootstock.engine.limits import MAX_TOOLS, refuse_more_than, refuse_other_text
-from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.text.limits import MAX_TOOLS, refuse_more_than, refuse_other_text
 
 _CLEARED = "[cleared]"
 _KEPT_THINKING_TURNS = 1  # Anthropic's defaults
@@ -208,7 +208,7 @@ def _without_tool_uses(
 
 
 def _cleared(message: Message, ids: Collection[str | None], inputs: bool | frozenset[str]) -> Message:
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for part in message.parts:
         match part:
             case ToolResult(call_id=id) if id in ids:
@@ -225,6 +225,6 @@ def _includes(inputs: bool | frozenset[str], name: str) -> bool:
     return inputs if isinstance(inputs, bool) else name in inputs
 
 
-def _mark_of(parts: Sequence[Part]) -> PrefixMark | None:
+def _mark_of(parts: Sequence[MessagePart]) -> PrefixMark | None:
     """Returns the last mark of a result, which its short text takes over."""
     return next(reversed(marks_in(parts)), None)

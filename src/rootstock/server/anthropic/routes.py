@@ -16,7 +16,6 @@ from rootstock.server.anthropic.schema import CountTokensRequest, MessagesReques
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, Explainer
-from rootstock.server.hints.headers import HeadHints
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_bodies import BoundedJsonRoute
 
@@ -38,11 +37,11 @@ def anthropic_routes(models: ModelRegistry, answerer: Answerer, explainer: Expla
         tags=["Anthropic"],
         responses={200: {"model": MessageBody, "content": {"text/event-stream": {}}}},
     )
-    async def messages(body: MessagesRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+    async def messages(body: MessagesRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
             response = await answerer.answer(
-                body.model, lambda model: messages_call(model, body, tenant, head), request
+                body.model, lambda model, head: messages_call(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error)

@@ -14,21 +14,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.conversation.marks import CACHE_CONTROL, cache_control_of
-from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.limits import (
-    MAX_LABEL_CHARS,
-    MAX_MESSAGES,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
-    refuse_deep,
-    refuse_large,
-    refuse_other_text,
-    refuse_surrogates,
-)
 from rootstock.engine.request import StopParams
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.conversation import conversation_of
@@ -47,6 +32,21 @@ from rootstock.server.fields import (
     null_if,
 )
 from rootstock.server.hints.fields import HintFields
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.conversation.marks import CACHE_CONTROL, cache_control_of
+from rootstock.text.conversation.types import Conversation
+from rootstock.text.limits import (
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+    refuse_deep,
+    refuse_large,
+    refuse_other_text,
+    refuse_surrogates,
+)
 
 DISPLAYS = ("summarized", "omitted", "updates")
 MAX_EDITS = 2  # of each kind one
@@ -177,7 +177,7 @@ class PromptFields(ReasoningFields):
 
 
 class CountTokensRequest(PromptFields):
-    """The fields of a request whose prompt is counted. Those of the answer are ignored."""
+    """The fields of a request whose prompt is counted. Fields for the answer are ignored."""
 
 
 class MessagesRequest(PromptFields, SamplingFields, HintFields):
@@ -201,22 +201,22 @@ class MessagesRequest(PromptFields, SamplingFields, HintFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedMessagesField:
     """A field that is refused unless its value is neutral."""
 
     remedy: str
     neutral: tuple[Any, ...] = ()  # values besides null and empty ones that change nothing
 
 
-REFUSED: Mapping[str, Refused] = {
-    "mcp_servers": Refused("The server calls no MCP servers: give their tools to the client."),
-    "container": Refused("Nothing is run on the server."),
-    "compaction": Refused("The server summarizes nothing: the client does it."),
-    "n": Refused("An answer of this API is one message.", (1,)),
-    "best_of": Refused("An answer of this API is one message.", (1,)),
-    "logprobs": Refused("Use /v1/chat/completions.", (False,)),
-    "top_logprobs": Refused("Use /v1/chat/completions.", (0,)),
-    "response_format": Refused("Send 'output_config'.", ({"type": "text"},)),
-    "max_completion_tokens": Refused("Send 'max_tokens'.", (-1,)),
-    "prompt": Refused("Send 'messages'."),
+REFUSED: Mapping[str, RefusedMessagesField] = {
+    "mcp_servers": RefusedMessagesField("The server calls no MCP servers: give their tools to the client."),
+    "container": RefusedMessagesField("Nothing is run on the server."),
+    "compaction": RefusedMessagesField("The server summarizes nothing: the client does it."),
+    "n": RefusedMessagesField("An answer of this API is one message.", (1,)),
+    "best_of": RefusedMessagesField("An answer of this API is one message.", (1,)),
+    "logprobs": RefusedMessagesField("Use /v1/chat/completions.", (False,)),
+    "top_logprobs": RefusedMessagesField("Use /v1/chat/completions.", (0,)),
+    "response_format": RefusedMessagesField("Send 'output_config'.", ({"type": "text"},)),
+    "max_completion_tokens": RefusedMessagesField("Send 'max_tokens'.", (-1,)),
+    "prompt": RefusedMessagesField("Send 'messages'."),
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.volatile import VolatileSpan
-from rootstock.engine.activity import LiveRequest, Miss
+from rootstock.engine.activity import LiveRequest, PromptMiss
 from rootstock.engine.engine import Engine
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
@@ -56,7 +56,7 @@ class Snapshot:
     health: Health
     live: list[LiveRequest]
     ended: list[LiveRequest]
-    misses: list[Miss]
+    misses: list[PromptMiss]
     pool: PoolUsage | None  # None: the engine has not answered yet
     tier: TierStats | None
     volatile: list[VolatileSpan]
@@ -172,8 +172,8 @@ class Feed:
                 engine.now(),
                 engine.health(),
                 engine.requests(),
-                engine.activity.latest_ended(),
-                engine.activity.latest_misses(),
+                engine.parts.activity.latest_ended(),
+                engine.parts.activity.latest_misses(),
                 figures.pool,
                 figures.tier,
                 figures.volatile,
@@ -203,7 +203,7 @@ class Feed:
         names, texts = self._names, self._texts
         sections: Json = {
             "health": health_json(snapshot.health),
-            "rates": rates_json(self._engine.activity, view),
+            "rates": rates_json(self._engine.parts.activity, view),
             "requests": requests_json(snapshot.live, snapshot.ended, view, names),
             "open": sum(view.shows(request.salt) for request in snapshot.live),
             "server": self._server(view),
@@ -268,7 +268,7 @@ class _EngineFigures:
 
 
 def difference(shown: Json, new: Json) -> Json:
-    """Returns the sections that have changed; of those with entries by id, the changed entries and the gone ids."""
+    """Returns the sections that have changed. For sections keyed by id: changed entries and removed ids."""
     told: Json = {}
     for name, section in new.items():
         before = shown.get(name)

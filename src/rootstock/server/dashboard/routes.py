@@ -35,6 +35,7 @@ from rootstock.errors import (
     QueueFull,
     RouteNotFound,
 )
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import (
     OPEN_FILES,
     Keys,
@@ -52,8 +53,8 @@ from rootstock.server.dashboard.views import Names, Texts, View, models_json, no
 from rootstock.server.drain import Drain
 from rootstock.server.models import ModelRegistry
 from rootstock.server.pin_routes import owner_of_pins, pin_body, release_pin
-from rootstock.server.sessions import SESSION_S, Sessions, cookie_name
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.sessions import SESSION_S, LoginSessions, cookie_name
+from rootstock.server.wire import Json
 
 _NODE_GONE = "This node is gone: it was evicted or cleared."
 _REQUEST_GONE = "This request has ended already."
@@ -192,7 +193,7 @@ def install_dashboard(
     app: FastAPI,
     models: ModelRegistry,
     config: ServerConfig,
-    sessions: Sessions,
+    sessions: LoginSessions,
     keys: Keys,
     drain: Drain,
 ) -> Callable[[Request], Response]:
@@ -219,7 +220,7 @@ def _page_routes(pages: dict[str, PageFile]) -> APIRouter:
     return router
 
 
-def _session_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
+def _session_routes(dashboard: Dashboard, sessions: LoginSessions) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     def described(request: Request, tenant: str, csrf: str | None) -> Json:
@@ -277,7 +278,7 @@ def _session_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
     return router
 
 
-def _data_routes(dashboard: Dashboard, sessions: Sessions, keys: Keys) -> APIRouter:
+def _data_routes(dashboard: Dashboard, sessions: LoginSessions, keys: Keys) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.get("/events")

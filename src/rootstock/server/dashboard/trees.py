@@ -47,9 +47,7 @@ class Picture:
     root: NDArray[np.uint16]
     start: NDArray[np.int32]
     end: NDArray[np.int32]
-    memory: NDArray[
-        np.float32
-    ]  # bytes of its positions and its checkpoints, those of nodes below not included
+    memory: NDArray[np.float32]  # bytes of its positions and its checkpoints, without the nodes below
     idle_s: NDArray[np.float32]
     session: NDArray[np.uint32]
     flags: NDArray[np.uint8]  # _LIVE, _CHECKPOINT
@@ -86,7 +84,7 @@ class Picture:
         places_of_roots = (np.cumsum(shown) - 1).astype(
             np.uint16
         )  # a view does not tell how many others there are
-        place = np.full(len(self.root) + 1, -1, np.int32)  # the last entry is that of parent -1
+        place = np.full(len(self.root) + 1, -1, np.int32)  # the last entry is for parent -1
         place[rows] = np.arange(len(rows))
         columns: list[tuple[str, str, NDArray[np.generic]]] = [
             ("number", "Uint32", self.number[rows]),

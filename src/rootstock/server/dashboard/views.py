@@ -13,17 +13,17 @@ from rootstock.cache.tree_walk import NodeDetail
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
-from rootstock.engine.activity import Activity, LiveRequest, Miss, Outcome
-from rootstock.engine.prompts.explained import volatile_in_words
-from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.activity import Activity, LiveRequest, Outcome, PromptMiss
 from rootstock.engine.stats import Health
 from rootstock.engine.tiers.connector import TierStats
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import allowed_models, is_operator, may_read_prompts
 from rootstock.server.access_rules import AccessRules
-from rootstock.server.model_slots import ModelSlot, Unloaded
+from rootstock.server.model_slots import ModelSlot, UnloadedSlot
 from rootstock.server.models import ModelRegistry, adapters_of
 from rootstock.server.wire import Json
+from rootstock.text.prompts.explained import volatile_in_words
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 WINDOWS_S = (60, 300, 900)
 MAX_REQUESTS = 100  # of the live ones that a page shows; the first come first
@@ -71,7 +71,7 @@ class View:
 
 
 class Names:
-    """The names of salts: those of the operator's tenants, and a part of the hash for others."""
+    """The names of salts: the tenant's name for the operator's tenants, and a part of the hash for others."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_options = frozenset(config.tenant_keys.values())
@@ -79,7 +79,7 @@ class Names:
         self.use(AccessRules())
 
     def use(self, rules: AccessRules) -> None:
-        """Takes the tenants of a file of keys beside those of the options. Any thread may call it."""
+        """Takes the tenants of a file of keys beside the tenants of the options. Any thread may call it."""
         of_keys = (rule.tenant for rule in rules.keys.values())
         tenants = self._of_options.union(of_keys, rules.tenants) - {""}
         self._names = {salt_of(tenant, None): tenant for tenant in tenants}
@@ -125,7 +125,9 @@ def models_json(models: ModelRegistry, view: View) -> list[Json]:
             "status": slot.status,
             "task": slot.task,  # None: not known before its first load
             "adapters": [name for name in adapters_of(slot) if view.may_use(name)],
-            "error": state.error.code if isinstance(state := slot.state, Unloaded) and state.error else None,
+            "error": state.error.code
+            if isinstance(state := slot.state, UnloadedSlot) and state.error
+            else None,
             "may_unload": slot.config is not None,
         }
         for slot in view.slots(models)
@@ -210,11 +212,11 @@ def _request(request: LiveRequest, names: Names) -> Json:
     }
 
 
-def misses_json(misses: Iterable[Miss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
+def misses_json(misses: Iterable[PromptMiss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
     return {str(miss.id): _miss(miss, view, names, texts) for miss in misses if view.shows(miss.salt)}
 
 
-def _miss(miss: Miss, view: View, names: Names, texts: Texts) -> Json:
+def _miss(miss: PromptMiss, view: View, names: Names, texts: Texts) -> Json:
     told = miss.diagnosis
     volatile = told.volatile if view.reads_prompts else None
 
@@ -225,7 +227,7 @@ def _miss(miss: Miss, view: View, names: Names, texts: Texts) -> Json:
         "tenant": names.of(miss.salt),
         "at": round(miss.at, 3),
         "cause": told.cause,
-        # The full message has token ids: those of the prompt, and of cached prefixes at its divergence.
+        # The full message has token ids of the prompt, and of cached prefixes at its divergence.
         "message": told.message
         if view.reads_prompts
         else f"{told.cached_tokens:,} of {told.prompt_tokens:,} tokens were found.",

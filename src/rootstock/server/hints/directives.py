@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rootstock.cache.hints import GREATEST_PRIORITY
-from rootstock.engine.limits import MAX_NAME_CHARS
 from rootstock.errors import InvalidParameter
+from rootstock.text.limits import MAX_NAME_CHARS
 
 MAX_DIRECTIVES = 128
 MAX_RETAIN_S = 30 * 24 * 3600

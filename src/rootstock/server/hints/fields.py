@@ -1,7 +1,8 @@
 """Fields of requests with hints to the cache, in the dialects of OpenAI, NVIDIA Dynamo and vLLM.
 
-A value of a wrong type is refused, as the dialect's own server does. Unknown fields within are kept, and told in the
-answer. Anthropic's marks (`cache_control`) stand in the conversation: `engine/conversation/marks.py` reads them.
+A value of a wrong type is refused, as the dialect's own server does. Unknown fields within are kept, and
+the answer names them. Anthropic's marks (`cache_control`) stand in the conversation, where
+`text/conversation/marks.py` reads them.
 """
 
 from __future__ import annotations

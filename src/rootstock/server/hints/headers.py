@@ -6,9 +6,8 @@ A header names a session only. It gives no access, and one tenant's name of a se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from fastapi import Depends, Request
+from starlette.datastructures import Headers
 
 from rootstock.cache.hints import HintOutcome, Verdict
 
@@ -27,6 +26,10 @@ _SESSION_HEADERS = (
 PRIORITY = "X-Dynamo-Request-Priority"
 STRICT_PRIORITY = "X-Dynamo-Request-Strict-Priority"
 FINAL = "X-Dynamo-Session-Final"
+# Names as in an ASGI scope. A request without any of these headers has no hints to read.
+HINT_HEADERS = frozenset(
+    name.lower().encode() for name in (*_SESSION_HEADERS, PRIORITY, STRICT_PRIORITY, FINAL)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,8 @@ class HeaderHints:
 NO_HEAD = HeaderHints()
 
 
-async def header_hints(request: Request) -> HeaderHints:
-    """Reads the hints of a request's head. It is a coroutine: a plain function would run on another thread."""
-    headers = request.headers
+def header_hints(headers: Headers) -> HeaderHints:
+    """Reads the hints of a request's head."""
     decided = []
     session, session_field = None, ""
     for name in _SESSION_HEADERS:
@@ -76,6 +78,3 @@ def _number(value: str) -> int | None:
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
         return None
     return int(value)
-
-
-HeadHints = Annotated[HeaderHints, Depends(header_hints)]

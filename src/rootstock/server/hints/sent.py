@@ -24,20 +24,20 @@ from rootstock.cache.hints import (
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
-    Retention,
+    RetentionWish,
     Verdict,
 )
-from rootstock.engine.conversation.marks import duration_s
-from rootstock.engine.conversation.types import IgnoredField
-from rootstock.engine.limits import MAX_MARKS, MAX_NAME_CHARS
-from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Finished, TokenEvent
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import Wire
 from rootstock.server.hints.directives import MAX_DIRECTIVES, directive_of, refuse_rising
 from rootstock.server.hints.fields import HintFields, NvExt
 from rootstock.server.hints.headers import FINAL, PRIORITY, STRICT_PRIORITY, HeaderHints
+from rootstock.text.conversation.marks import duration_s
+from rootstock.text.conversation.types import IgnoredField
+from rootstock.text.limits import MAX_MARKS, MAX_NAME_CHARS
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark
+from rootstock.text.prompts.salt import salt_of
 
 Json = dict[str, Any]
 
@@ -52,13 +52,13 @@ class SentHints:
 
     cache: CacheHints | None = None
     decided: tuple[HintOutcome, ...] = ()
-    hour_marks: tuple[Retention, ...] = ()  # marks with a time of an hour or more
+    hour_marks: tuple[RetentionWish, ...] = ()  # marks with a time of an hour or more
     warnings: tuple[IgnoredField, ...] = ()
 
     def told(self, events: Iterable[TokenEvent | Finished]) -> Json:
-        """Returns the field of an answer with the decisions and the warnings, or nothing where there are none.
+        """Returns the field of an answer with the decisions and the warnings, or an empty object without any.
 
-        Of several choices it tells the most severe decision about each hint.
+        For several choices, the field has the most severe decision about each hint.
         """
         found: dict[str, HintOutcome] = {}
         for outcome in self.decided:
@@ -80,6 +80,7 @@ class SentHints:
 
 
 NO_HINTS = SentHints()
+HINT_FIELDS = frozenset(HintFields.model_fields)
 _SEVERITY = (Verdict.ACCEPTED, Verdict.CLIPPED, Verdict.REFUSED)
 
 
@@ -102,10 +103,13 @@ def sent_hints(
     marks: Sequence[PlacedMark] = (),
     warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
-    """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported."""
+    """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported.
+
+    Call it only for a request that has any: `NO_HINTS` are the hints of the others.
+    """
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
-    found = _Reader(body, headers, marks).read(tenant)
+    found = _HintsReader(body, headers, marks).read(tenant)
     if cache_salt and found.cache is not None and found.cache.session is not None:
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
         session = f"{salt_of('', cache_salt)} {found.cache.session}"
@@ -141,14 +145,14 @@ _IGNORED_EXTENSIONS = frozenset(
 
 
 @dataclass
-class _Reader:
+class _HintsReader:
     """Reader of one request's hints."""
 
     body: HintFields
     headers: HeaderHints
     marks: Sequence[PlacedMark]
     decided: list[HintOutcome] = field(default_factory=list)
-    retentions: list[Retention] = field(default_factory=list)
+    retentions: list[RetentionWish] = field(default_factory=list)
 
     def read(self, tenant: str) -> SentHints:
         self.decided += self.headers.decided
@@ -211,7 +215,7 @@ class _Reader:
             yield FINAL
 
     def _first(self, asked: Sequence[tuple[str, Any]]) -> tuple[str, Any] | None:
-        """Returns the first of several hints about one thing. Refuses those that differ from it."""
+        """Returns the first of several hints about one thing. Refuses the hints that differ from it."""
         if not asked:
             return None
         first, value = asked[0]
@@ -238,7 +242,7 @@ class _Reader:
             and nvext.session_control.timeout is not None
         ):
             yield "nvext.session_control.timeout", float(nvext.session_control.timeout)
-        # With the mode 'explicit' the time is that of the breakpoints alone.
+        # With the mode 'explicit' the time holds for the breakpoints alone.
         if options is not None and options.ttl is not None and options.mode != "explicit":
             yield "prompt_cache_options.ttl", self._breakpoint_s()
         if self.body.prompt_cache_retention == "24h":
@@ -255,8 +259,8 @@ class _Reader:
         if time is not None:
             self._retain(time[0], None, ttl_s=time[1])
 
-    def _add_marks(self) -> tuple[Retention, ...]:
-        """Adds the marks, and returns those with a time of an hour or more."""
+    def _add_marks(self) -> tuple[RetentionWish, ...]:
+        """Adds the marks, and returns the marks with a time of an hour or more."""
         if len(self.marks) > MAX_MARKS:
             raise InvalidParameter("cache_control", len(self.marks), f"sent at most {MAX_MARKS} times")
         before = len(self.retentions)
@@ -272,7 +276,7 @@ class _Reader:
         if ttl_s is not None and ttl_s > MAX_TTL_S:
             self._clip(path, f"at most {MAX_TTL_S:.0f} s")
             ttl_s = MAX_TTL_S
-        self.retentions.append(Retention(path, end, ttl_s, priority))
+        self.retentions.append(RetentionWish(path, end, ttl_s, priority))
 
     # ---- priorities
 

@@ -31,7 +31,7 @@ class ChoiceFormat(Protocol):
         ...
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        """Yields the streamed choices of an event, also those of other requests with the same prompt."""
+        """Yields the streamed choices of an event, also for other requests with the same prompt."""
         ...
 
     def text_choice(self, index: int, text: str) -> Json:
@@ -89,8 +89,10 @@ class OpenAIFormat:
         choices = (self._choices.whole(index, history) for index, history in enumerate(histories))
         told = Late(lambda: usage_body(usage, self._choices.reasoning_tokens))
         ends = [history.end for history in histories if history.end is not None]
-        fields = openai_fields(self._diagnose, ends) | self._hints.told(ends)
-        return self._choices.head | {"choices": choices, "usage": told} | fields
+        body = self._choices.head | {"choices": choices, "usage": told}
+        if self._diagnose is not None:
+            body |= openai_fields(self._diagnose, ends)
+        return body if self._hints is NO_HINTS else body | self._hints.told(ends)
 
 
 class ChunkWriter:
@@ -155,10 +157,14 @@ class ChunkWriter:
         return f"{self._before}{dumps(choice)}{self._after}"
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
-        told = openai_fields(self._diagnose, ends)
+        told: Json = {}
         if self._include_usage:
-            told = {"usage": usage_body(usage, self._format.reasoning_tokens), **told}
-        if told:  # a chunk for the hints alone would surprise clients that expect a choice in each one
+            told["usage"] = usage_body(usage, self._format.reasoning_tokens)
+        if self._diagnose is not None:
+            told |= openai_fields(self._diagnose, ends)
+        if (
+            told and self._hints is not NO_HINTS
+        ):  # a chunk for the hints alone would surprise clients that expect a choice in each one
             told |= self._hints.told(ends)
         return f"{self._before}],{dumps(told)[1:]}\n\n{DONE}" if told else DONE
 

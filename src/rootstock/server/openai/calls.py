@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import SentHints, sent_hints
+from rootstock.server.hints.sent import SentHints
 from rootstock.server.openai.answers import ChoiceFormat, OpenAIFormat
 from rootstock.server.openai.chat_answers import ChatFormat
 from rootstock.server.openai.completion_answers import CompletionFormat, Echo, Prompt
@@ -28,14 +26,17 @@ from rootstock.server.openai.schema import (
     GenerationFields,
     StreamOptions,
 )
-from rootstock.server.wire import Call, Diagnose, Json, PreparedChat, ServedModel
+from rootstock.server.wire import ApiCall, Diagnose, Json, call_of, hints_of
+from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
+from rootstock.text.prompts.salt import salt_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
 def chat_call(
     model: ServedModel, body: ChatCompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
+) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -46,8 +47,10 @@ def chat_call(
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
-    diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+    diagnose = None
+    if body.prompt_cache_options is not None:
+        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
@@ -68,8 +71,8 @@ def chat_call(
 
 def completion_call(
     model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> Call:
-    """Tokenizes: not for an event loop. Raises RequestError."""
+) -> ApiCall:
+    """Makes the call of a completion. It tokenizes: do not call it on an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
@@ -82,7 +85,7 @@ def completion_call(
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
     prompts = prompts_of(sent, model.tokenizer)
-    hints = sent_hints(body, head, tenant, body.cache_salt)
+    hints = hints_of(body, head, tenant)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,
@@ -129,19 +132,19 @@ def _call(
     hints: SentHints,
     chat: PreparedChat | None = None,
     diagnose: Diagnose | None = None,
-) -> Call:
+) -> ApiCall:
     options = body.stream_options or StreamOptions()
     continuous_prompt_tokens = None
     if options.continuous_usage_stats:
         continuous_prompt_tokens = sum(len(one.tokens) for one in requests[:: body.choices_per_prompt])
-    return model.call(
+    return call_of(
+        model,
         OpenAIFormat(format, options.include_usage, diagnose, hints, continuous_prompt_tokens),
         requests,
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
         strict_max_tokens=bool(body.strict_max_tokens),
-        dropped=() if chat is None else chat.dropped,
-        media=() if chat is None else chat.template.media,
+        chat=chat,
     )
 
 

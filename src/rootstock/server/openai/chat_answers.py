@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock.engine.output.deltas import (
+from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
+from rootstock.server.json_pieces import LazyList, items_text
+from rootstock.server.logprobs import logprob_body, slices
+from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     DeltaParser,
     ReasoningDelta,
-    TextDelta,
     TextOnly,
     WholeAnswer,
     WholeCall,
     answer_of,
 )
-from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
-from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.server.json_pieces import LazyList, items_text
-from rootstock.server.logprobs import logprob_body, slices
-from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.output.reasoning_tokens import parsed_answer, reasoning_tokens
+from rootstock.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ChatFormat:
     def parts(self, index: int, event: TokenEvent) -> Iterator[str | Json]:
         choice = self._open[index]
         for delta in choice.parser.push(event.text):
-            if isinstance(delta, TextDelta):
+            if isinstance(delta, ContentDelta):
                 yield delta.text
             else:
                 yield from (self._choice(index, fields) for fields in choice.fields([delta]))
@@ -157,7 +157,7 @@ class _ChatChoice:
     def fields(self, deltas: Sequence[Delta]) -> Iterator[Json]:
         for delta in deltas:
             match delta:
-                case TextDelta(text):
+                case ContentDelta(text):
                     yield {"content": text}
                 case ReasoningDelta(text):
                     yield {"reasoning_content": text, "reasoning": text}

@@ -13,10 +13,10 @@ import numpy as np
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
-from rootstock.server.json_pieces import Kept, LazyList, items_text
+from rootstock.server.json_pieces import KeptPieces, LazyList, items_text
 from rootstock.server.logprobs import LEAST_LOGPROB, slices
 from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class CompletionFormat:
         # No token comes before the first one: it has no log-probability.
         begin = {"tokens": self._token_text(first), "text_offset": offsets.next(first)}
         columns = {
-            name: Kept(itertools.chain([items_text([begin.get(name)])], pieces))
+            name: KeptPieces(itertools.chain([items_text([begin.get(name)])], pieces))
             for name, pieces in self._columns(logprobs, lambda: offsets).items()
         }
         return _ScoredPrompt(columns, offsets)
@@ -178,7 +178,7 @@ _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 class _ScoredPrompt:
     """A prompt's columns as text, encoded once for all of its choices."""
 
-    columns: dict[str, Kept]
+    columns: dict[str, KeptPieces]
     _offsets: _Offsets  # advanced by the pieces of `text_offset`
 
     def offsets_after(self) -> _Offsets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.embedding import Embedded, EmbeddingJob
-from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 from rootstock.engine.request import Usage
 from rootstock.errors import EmptyPrompt, InputTooLong, InvalidParameter, RootstockError, Unsupported
 from rootstock.runtime.base import EmbedderDescription
@@ -26,11 +26,11 @@ from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.errors import MODEL_ROUTE, ClientGone, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.fields import Count, Label, ModelName, Wire, default_if_null, is_empty
-from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry, unless_gone
 from rootstock.server.request_bodies import BoundedJsonRoute
-from rootstock.server.request_report import RequestReport
+from rootstock.server.request_info import MAX_NAME_CHARS, EmbeddingInfo, Measured, RequestInfo, info_of
 from rootstock.server.wire import Json
+from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
 
 MAX_INPUT_TOKENS = 300_000  # of one request, as OpenAI's
 _LONG_ANSWER_NUMBERS = 2_048  # an answer with more of them is not encoded on the event loop
@@ -58,7 +58,7 @@ class EmbeddingRequest(Wire):
                 raise Unsupported(name, "Leave it out.")
 
 
-def embedding_routes(models: ModelRegistry, answerer: Answerer, metrics: Metrics) -> APIRouter:
+def embedding_routes(models: ModelRegistry, answerer: Answerer) -> APIRouter:
     router = APIRouter(
         tags=["OpenAI"], route_class=BoundedJsonRoute, responses=documented_errors(*MODEL_ROUTE)
     )
@@ -66,16 +66,16 @@ def embedding_routes(models: ModelRegistry, answerer: Answerer, metrics: Metrics
     @router.post("/v1/embeddings", response_class=Response)
     async def embeddings(body: EmbeddingRequest, request: Request, _tenant: Tenant) -> Response:
         """Computes the embeddings of texts or token ids."""
-        report = RequestReport(request, metrics)
+        info = info_of(request)
         try:
-            asked, found = await _embedded(models, body, request, report)
+            asked, found = await _embedded(models, body, request, info)
         except RootstockError as error:
-            report.failed(error)
+            info.failed(error)
             raise
         except (ClientGone, asyncio.CancelledError):
-            report.disconnected()
+            info.disconnected()
             raise
-        held = _Held(found.rows)
+        held = _HeldEmbeddings(found.rows)
         answer = await answerer.respond(
             lambda: _answer(body, asked, held),
             is_long=found.rows.size > _LONG_ANSWER_NUMBERS,
@@ -87,19 +87,21 @@ def embedding_routes(models: ModelRegistry, answerer: Answerer, metrics: Metrics
 
 
 async def _embedded(
-    models: ModelRegistry, body: EmbeddingRequest, request: Request, report: RequestReport
+    models: ModelRegistry, body: EmbeddingRequest, request: Request, info: RequestInfo
 ) -> tuple[AskedEmbeddings, Embedded]:
     """Tokenizes on another thread, and waits for the engine. Raises RootstockError, ClientGone and CancelledError."""
     body.refuse_unsupported()
     use = await models.use_embedding(body.model, request)
     try:
         model, meter = use.model, meter_of(request)
-        timing = report.timing(model.name, body.model)
+        info.model, info.asked_model = model.name, (body.model or "")[:MAX_NAME_CHARS]
+        info.measured = Measured()
 
         def submitted() -> tuple[AskedEmbeddings, EmbeddingJob]:
             asked = AskedEmbeddings.of(model, body)
-            meter.prepared(asked.tokens)
-            report.begun()
+            if meter is not None:
+                meter.prepared(asked.tokens)
+            info.submitted_ns = time.time_ns()
             return asked, model.engine.submit(asked.inputs)
 
         asked, job = await models.queue.run(request, submitted)
@@ -107,12 +109,13 @@ async def _embedded(
             found = await unless_gone(job.done, request)
         except BaseException as error:
             job.done.cancel()  # inputs that are not computed yet are dropped
-            timing.ended("error" if isinstance(error, RootstockError) else "abort", 1)
+            info.measured.unanswered["error" if isinstance(error, RootstockError) else "abort"] += 1
             raise
     finally:
         use.end()
     usage = Usage(asked.tokens, 0, 0, queued_s=found.queued_s, ttft_s=found.total_s, total_s=found.total_s)
-    report.embedded(usage, asked.dimensions, body.encoding_format)
+    info.outcome, info.usage = "ok", usage
+    info.embedding = EmbeddingInfo(asked.dimensions, body.encoding_format)
     return asked, found
 
 
@@ -135,7 +138,7 @@ class AskedEmbeddings:
         return AskedEmbeddings(body.model or model.name, _inputs(model, body.input), dimensions)
 
 
-class _Held:
+class _HeldEmbeddings:
     """The embeddings of an answer, until it has been sent or its client has left."""
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
@@ -158,12 +161,12 @@ class _Held:
 
 
 class _Answer(Response):
-    """A response that releases its embeddings, whatever its end.
+    """A response that releases its embeddings whether it is sent or cut off.
 
     The tasks and exceptions of a client that leaves may hold the iterator of the body until the garbage is collected.
     """
 
-    def __init__(self, inner: Response, held: _Held) -> None:
+    def __init__(self, inner: Response, held: _HeldEmbeddings) -> None:
         self.status_code = inner.status_code
         self.raw_headers = inner.raw_headers
         self.background = None
@@ -177,7 +180,7 @@ class _Answer(Response):
             self._held.release()
 
 
-def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, held: _Held) -> Json:
+def _answer(body: EmbeddingRequest, asked: AskedEmbeddings, held: _HeldEmbeddings) -> Json:
     """Returns the body of an answer. It holds an iterator, which `json_pieces` encodes."""
 
     # Without the inputs: the iterator lives until a slow client has read its answer.

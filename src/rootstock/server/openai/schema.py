@@ -15,22 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.constraints.asked import Constraint
-from rootstock.engine.conversation.openai import conversation_of
-from rootstock.engine.conversation.types import Conversation, IgnoredField
 from rootstock.engine.idle.prefills import MOST_OF_OWNER
-from rootstock.engine.limits import (
-    MAX_CHOICES,
-    MAX_DOCUMENTS_CHARS,
-    MAX_LABEL_CHARS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    refuse_deep,
-    refuse_large,
-)
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
     USUAL_VERBOSITY,
@@ -49,8 +34,23 @@ from rootstock.server.fields import (
 )
 from rootstock.server.hints.fields import HintFields
 from rootstock.server.openai.chat_answers import CallStyle
-from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.constraints.asked import Constraint
+from rootstock.text.constraints.openai_fields import constraint_of
+from rootstock.text.conversation.openai import conversation_of
+from rootstock.text.conversation.types import Conversation, IgnoredField
+from rootstock.text.limits import (
+    MAX_CHOICES,
+    MAX_DOCUMENTS_CHARS,
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    refuse_deep,
+    refuse_large,
+)
+from rootstock.text.tokenizer import ModelTokenizer
 
 Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ToolList = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -142,7 +142,7 @@ class TemplateFields(ReasoningFields):
             if name == "chat_template" and not is_empty(value):
                 raise Unsupported(path, "Serve with --chat-template FILE.")
             if name in _NEUTRAL_IN_CHATS and name not in names.variables:
-                Refused("Send it as a field of the request itself.", _NEUTRAL_IN_CHATS[name]).refuse(
+                RefusedField("Send it as a field of the request itself.", _NEUTRAL_IN_CHATS[name]).refuse(
                     path, value
                 )
 
@@ -171,6 +171,8 @@ class GenerationFields(SamplingFields, HintFields):
 
     def constraint(self) -> Constraint | None:
         """Returns the grammar that the answer must follow. Raises RequestError."""
+        if self.response_format is None and not self.model_extra:
+            return None
         return constraint_of({**(self.model_extra or {}), "response_format": self.response_format})
 
 
@@ -210,7 +212,9 @@ class CompletionRequest(GenerationFields):
                 continue
             if name == "messages" or name in TemplateFields.model_fields:
                 remedy = "A completion has no chat template. Use /v1/chat/completions."
-                Refused(remedy, _NEUTRAL_IN_CHATS.get(name, _OFF_IN_CHATS.get(name, ()))).refuse(name, value)
+                RefusedField(remedy, _NEUTRAL_IN_CHATS.get(name, _OFF_IN_CHATS.get(name, ()))).refuse(
+                    name, value
+                )
         if self.add_special_tokens is False:
             raise Unsupported("add_special_tokens", "Send the prompt as token ids to have none added.")
         if self.best_of not in (None, 1, self.choices_per_prompt):
@@ -279,7 +283,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedField:
     """A field that is refused unless its value is neutral."""
 
     remedy: str
@@ -294,8 +298,8 @@ class Refused:
         raise Unsupported(name, f"{self.remedy} Leave it out{known}.")
 
 
-def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, Refused]:
-    return {name: Refused(remedy, values) for name, values in neutral.items()}
+def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, RefusedField]:
+    return {name: RefusedField(remedy, values) for name, values in neutral.items()}
 
 
 _OFF = (False,)
@@ -319,7 +323,7 @@ _OFF_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
 }
 
-REFUSED: Mapping[str, Refused] = {
+REFUSED: Mapping[str, RefusedField] = {
     **_group("The whitespace of JSON cannot be set by it.", guided_whitespace_pattern=()),
     **_group("Use 'response_format'.", output_config=({"effort": None}, {"effort": "none"}), output_format=()),
     **_group(
@@ -363,7 +367,7 @@ REFUSED: Mapping[str, Refused] = {
         container=(), context_management=(), data_sources=(), mcp_servers=(), models=(),
         plugins=(),
     ),
-    "web_search_options": Refused("Nothing is searched, called or kept on the server.", empty_asks=True),
+    "web_search_options": RefusedField("Nothing is searched, called or kept on the server.", empty_asks=True),
     **_group("Name the adapter as the 'model'.", lora=(), lora_path=(), lora_request=()),
     **_group(
         "Reasoning comes in 'reasoning_content'.",

@@ -11,10 +11,8 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
-from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
@@ -23,7 +21,10 @@ from rootstock.server.json_pieces import LazyList, items_text
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.schema import ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
-from rootstock.server.wire import Json, ServedModel
+from rootstock.server.wire import Json
+from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
+from rootstock.text.prompts.salt import salt_of
+from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 MAX_DETOKENIZED = 262_144  # tokens of one request
 _LONG_ANSWER_TOKENS = 2_048  # an answer with more of them is not encoded on the event loop

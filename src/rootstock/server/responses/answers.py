@@ -10,11 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rootstock.engine.output.deltas import DeltaParser
-from rootstock.engine.output.reasoning_tokens import reasoning_tokens
 from rootstock.engine.request import Event as EngineEvent
 from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
-from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
 from rootstock.server.hints.sent import NO_HINTS, SentHints
@@ -24,6 +21,9 @@ from rootstock.server.responses.compaction import CompactedOutput
 from rootstock.server.responses.items import kept_output
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
+from rootstock.text.output.deltas import DeltaParser
+from rootstock.text.output.reasoning_tokens import reasoning_tokens
+from rootstock.text.tokenizer import ModelTokenizer
 
 # OpenAI's codes of failed responses. Agents repeat a request after the first two.
 _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
@@ -31,7 +31,8 @@ _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_pr
 # The specification of Open Responses demands it. OpenAI's API does not send it, and its clients accept it.
 DONE = "data: [DONE]\n\n"
 
-Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
+# Takes the JSON of a response without its output, and the JSON of its output.
+Keep = Callable[[str, str], None]
 
 
 class InputDetails(BaseModel):
@@ -141,8 +142,8 @@ class Answering:
             completed_at=None if cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=usage_body(usage, self.stored_tokens, reasoning_tokens(parser)),
-            **openai_fields(self.diagnose, [end]),
-            **self.hints.told([end]),
+            **({} if self.diagnose is None else openai_fields(self.diagnose, [end])),
+            **({} if self.hints is NO_HINTS else self.hints.told([end])),
         )
 
     def logprob(self, one: TokenLogprob) -> Json:

@@ -9,13 +9,10 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rootstock.engine.conversation.types import Conversation, Message, Text
-from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import ResolvedSampling
 from rootstock.errors import (
     HistoryTooLong,
@@ -26,10 +23,10 @@ from rootstock.errors import (
     TooManyLogprobs,
     Unsupported,
 )
+from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.fields import USUAL_VERBOSITY
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
-from rootstock.server.hints.sent import sent_hints
 from rootstock.server.request_bodies import check_shape, count_more_bytes
 from rootstock.server.responses.answers import Answering, CompactionFormat, ResponseFormat
 from rootstock.server.responses.compaction import MAX_SUMMARY_TOKENS, TRIGGER, stays
@@ -40,7 +37,10 @@ from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_of
-from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+from rootstock.server.wire import ApiCall, Json, call_of, hints_of
+from rootstock.text.conversation.types import Conversation, Message, Text
+from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
+from rootstock.text.prompts.salt import salt_of
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
 MAX_RESPONSE_LOGPROBS = 131_072
@@ -58,7 +58,7 @@ class Responses:
 
     def call(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> Call:
+    ) -> ApiCall:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
         prepared = self._prepared(model, body, tenant)
         call = self._call(model, body, tenant, head, prepared)
@@ -67,7 +67,7 @@ class Responses:
 
     def compaction(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> Call:
+    ) -> ApiCall:
         """Makes the call of a summary, whose answer is a compacted conversation, and which is not stored.
 
         Reads the store, renders and tokenizes: not for an event loop. Raises RequestError.
@@ -81,7 +81,7 @@ class Responses:
 
     def _call(
         self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints, prepared: _Prepared
-    ) -> Call:
+    ) -> ApiCall:
         hex = uuid.uuid4().hex
         top_logprobs = None if prepared.compacts else body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
@@ -108,8 +108,10 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
-        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+        hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+        diagnose = None
+        if body.prompt_cache_options is not None:
+            diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
         fields = _fields(model, body, prepared, id, sampling)
         answering = Answering(
@@ -125,13 +127,13 @@ class Responses:
             prepared.compacts,
         )
         kept = prepared.kept
-        return model.call(
+        return call_of(
+            model,
             ResponseFormat(answering) if kept is None else CompactionFormat(answering, input_items(id, kept)),
             chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None, hints=hints.cache),
             stream=bool(body.stream),
-            dropped=chat.dropped,
+            chat=chat,
             ignored_tools=tuple(prepared.tools.ignored),
-            media=chat.template.media,
         )
 
     def chat(self, model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedChat:
@@ -171,8 +173,8 @@ class Responses:
         effort = None if body.reasoning is None else body.reasoning.effort
         if any(one.field == "reasoning.effort" for one in ignored):
             effort = None
-        if summarizes and chat.next_turn is not None:
-            chat.next_turn.give_up()  # the conversation does not go on from its summary's request
+        if summarizes:  # the conversation does not go on from its summary's request
+            chat = replace(chat, next_turn=None)
         kept = None
         if compacts:
             stay = [item for item in (*history, *own) if stays(item, kind_of(item, "input"))]
@@ -318,7 +320,7 @@ def _response_of(item: Any) -> str | None:
 def _referred(
     item: Json, path: str, outputs: Callable[[str], Sequence[tuple[Json, int]]]
 ) -> tuple[Json, int]:
-    """Returns the stored item to which a reference refers, and its bytes. `outputs` returns those of a response."""
+    """Returns the stored item to which a reference refers, and its bytes. `outputs` returns a response's items."""
     id, response = item.get("id"), _response_of(item)
     if response is not None and (match := _ITEM_ID.fullmatch(str(id))) is not None:
         output, index = outputs(response), int(match[2], 16)
@@ -336,7 +338,7 @@ def _owner(tenant: str) -> str:
     return salt_of(tenant, None)
 
 
-def _refuse_many_logprobs(call: Call, context_limit: int) -> None:
+def _refuse_many_logprobs(call: ApiCall, context_limit: int) -> None:
     """Raises TooManyLogprobs."""
     [request] = call.requests
     top = request.sampling.top_logprobs

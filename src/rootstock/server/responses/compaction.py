@@ -1,4 +1,4 @@
-"""Compaction: the model summarizes a conversation, and one sealed item stands for what the summary replaces.
+"""Compaction: the model summarizes a conversation, and one sealed item stands for the items that it replaces.
 
 Messages of the user, the system and the developer stay as they are. The model's answers, its reasoning, its calls and
 their results are left out of later prompts, which show the summary in their place. The request for the summary ends
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rootstock.engine.output.deltas import CallEnded, Delta, DeltaParser, ReasoningDelta, TextDelta
 from rootstock.errors import InvalidParameter
 from rootstock.server.responses.output import Event, OutputSettings
 from rootstock.server.wire import Json
+from rootstock.text.output.deltas import CallEnded, ContentDelta, Delta, DeltaParser, ReasoningDelta
 
 TRIGGER = "compaction_trigger"  # the last item of an input whose answer is a compaction
 KINDS = frozenset(
@@ -90,7 +90,7 @@ class CompactedOutput:
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             match delta:
-                case TextDelta(text):
+                case ContentDelta(text):
                     self._texts.append(text)
                 case CallEnded(_, _, raw):  # of a model that calls a tool all the same
                     self._texts.append(raw)

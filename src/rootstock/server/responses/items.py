@@ -10,20 +10,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rootstock.engine.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
-from rootstock.engine.conversation.media import medium_of, name_of
-from rootstock.engine.conversation.openai import arguments_of
-from rootstock.engine.conversation.template import template_tool
-from rootstock.engine.conversation.types import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.responses.compaction import KINDS as COMPACTIONS
+from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
+from rootstock.server.responses.compaction import shown as compaction_text
+from rootstock.server.responses.tools import Toolbox, kept_tool, shown_name
+from rootstock.server.wire import Json
+from rootstock.text.conversation.marks import BREAKPOINT, breakpoint_of, count_marks
+from rootstock.text.conversation.media import medium_of, name_of
+from rootstock.text.conversation.openai import arguments_of
+from rootstock.text.conversation.template import template_tool
+from rootstock.text.conversation.types import (
     Message,
-    Part,
+    MessagePart,
     Reasoning,
     Text,
     ToolCall,
     ToolReference,
     ToolResult,
 )
-from rootstock.engine.limits import (
+from rootstock.text.limits import (
     MAX_CONTENT_PARTS,
     MAX_LABEL_CHARS,
     MAX_MARKS,
@@ -33,12 +39,6 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
-from rootstock.server.responses.compaction import KINDS as COMPACTIONS
-from rootstock.server.responses.compaction import TRIGGER, refuse_trigger, without_compacted
-from rootstock.server.responses.compaction import shown as compaction_text
-from rootstock.server.responses.tools import Toolbox, kept_tool, shown_name
-from rootstock.server.wire import Json
 
 Unseal = Callable[[str], str | None]  # a sealed reasoning text, or None if this server cannot open it
 
@@ -191,7 +191,7 @@ class _Translator:
         self._tools = tools
         self._unseal = unseal
         self._messages: list[Message] = []
-        self._turn: list[Part] = []  # of the assistant, not ended yet
+        self._turn: list[MessagePart] = []  # of the assistant, not ended yet
         self._turn_has_text = False
         self._turn_has_call = False
 
@@ -260,7 +260,7 @@ class _Translator:
                     "the client runs, with their outputs. Leave the item out.",
                 )
 
-    def _add(self, role: str, parts: Sequence[Part], path: str) -> None:
+    def _add(self, role: str, parts: Sequence[MessagePart], path: str) -> None:
         self._end_turn()
         self._messages.append(Message(role, tuple(parts), origin=path))
 
@@ -297,7 +297,7 @@ class _Translator:
         return self._turn_has_text and not self._turn_has_call
 
     def _reasoning_of(self, item: Json, path: str) -> str:
-        """Returns the text of reasoning: that of the item, or else that of its seal, or else none.
+        """Returns the text of reasoning: the item's text, else the unsealed text, else an empty text.
 
         A summary is not shown: the model did not write it.
         """

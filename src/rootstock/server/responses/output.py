@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rootstock.engine.output.deltas import (
+from rootstock.server.responses.tools import ClientTool, Toolbox, ToolKind
+from rootstock.server.wire import Json
+from rootstock.text.output.deltas import (
     CallArguments,
     CallEnded,
     CallStarted,
+    ContentDelta,
     Delta,
     DeltaParser,
     Markup,
     ReasoningDelta,
-    TextDelta,
 )
-from rootstock.server.responses.tools import ClientTool, Kind, Toolbox
-from rootstock.server.wire import Json
 
 Event = tuple[str, Json]  # its type, and its fields without type and number
 
@@ -63,7 +63,7 @@ class WholeCalls:
                     self._open[index].append(delta)
                 case CallEnded(index, arguments, raw):
                     parts = self._open.pop(index)
-                    yield from [TextDelta(raw)] if arguments is None else [*parts, delta]
+                    yield from [ContentDelta(raw)] if arguments is None else [*parts, delta]
                 case _:
                     yield delta
 
@@ -111,7 +111,7 @@ class Output:
 
     def _of(self, delta: Delta, scored: list[Json]) -> list[Event]:
         match delta:
-            case TextDelta(text):
+            case ContentDelta(text):
                 return self._text(text, _MESSAGE, scored)
             case ReasoningDelta(text):
                 return self._text(text, _REASONING, [])
@@ -167,7 +167,7 @@ class Output:
         events = self._closed("completed")
         at = len(self.items)
         tool = self._settings.tools.client_tool(start.name)
-        if tool.kind is Kind.TOOL_SEARCH:
+        if tool.kind is ToolKind.TOOL_SEARCH:
             fields: Json = {"type": "tool_search_call", "execution": "client", "arguments": arguments}
             prefix = "tsc"
         else:
@@ -274,8 +274,8 @@ class _CallForm:
 
 
 _CALLS = {
-    Kind.FUNCTION: _CallForm("fc", "function_call", "response.function_call_arguments", "arguments"),
-    Kind.CUSTOM: _CallForm("ctc", "custom_tool_call", "response.custom_tool_call_input", "input"),
+    ToolKind.FUNCTION: _CallForm("fc", "function_call", "response.function_call_arguments", "arguments"),
+    ToolKind.CUSTOM: _CallForm("ctc", "custom_tool_call", "response.custom_tool_call_input", "input"),
 }
 
 
@@ -303,14 +303,14 @@ class _OpenCall:
         return [("response.output_item.added", {"output_index": self.index, "item": item})]
 
     def more(self, text: str) -> list[Event]:
-        if self.tool.kind is Kind.CUSTOM:
+        if self.tool.kind is ToolKind.CUSTOM:
             self._arguments.append(text)
             text = self._reader.push(text)
         return self._delta(text)
 
     def ended(self, arguments: Mapping[str, Any] | None) -> list[Event]:
         """Returns the rest of the input of a custom tool."""
-        if self.tool.kind is not Kind.CUSTOM:
+        if self.tool.kind is not ToolKind.CUSTOM:
             return []
         seen = "".join(self._texts)
         if arguments is None:
@@ -333,7 +333,7 @@ class _OpenCall:
 
     def closed(self, status: str) -> list[Event]:
         done: Json = {"item_id": self.id, "output_index": self.index, self.form.text: "".join(self._texts)}
-        if self.tool.kind is Kind.FUNCTION:
+        if self.tool.kind is ToolKind.FUNCTION:
             done["name"] = self.tool.name
         return [(f"{self.form.events}.done", done)]
 

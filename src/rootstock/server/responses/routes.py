@@ -8,13 +8,11 @@ from typing import Annotated, Any, Literal, NoReturn
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
-from rootstock.server.hints.headers import HeadHints
 from rootstock.server.json_pieces import dumps
 from rootstock.server.models import ModelRegistry
 from rootstock.server.request_bodies import BoundedJsonRoute, count_more_bytes
@@ -28,6 +26,7 @@ from rootstock.server.responses.answers import (
 from rootstock.server.responses.calls import Responses, input_items, parsed
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.store import StoredResponse
+from rootstock.text.prompts.salt import salt_of
 
 # The engine's names of fields.
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}
@@ -56,22 +55,22 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
     store = responses.store
 
     @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
-    async def create(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
             return await answerer.answer(
-                body.model, lambda model: responses.call(model, body, tenant, head), request
+                body.model, lambda model, head: responses.call(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error, body)
             raise
 
     @router.post("/compact", responses=_POSTED | {200: {"model": CompactionBody}})
-    async def compact(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
+    async def compact(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         """Compacts a conversation: the user's messages, and an item that stands for the rest."""
         try:
             return await answerer.answer(
-                body.model, lambda model: responses.compaction(model, body, tenant, head), request
+                body.model, lambda model, head: responses.compaction(model, body, tenant, head), request
             )
         except RequestError as error:
             _rename(error, body)
@@ -117,7 +116,7 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """Lists the request's own items, without those of the responses before it."""
+        """Lists the request's own items, without the items of the responses before it."""
 
         def listed(stored: StoredResponse) -> bytes:
             items = input_items(id, parsed(stored.input))

@@ -12,19 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Constraint
-from rootstock.engine.constraints.json_schema import named_schema
-from rootstock.engine.conversation.types import IgnoredField
-from rootstock.engine.limits import (
-    MAX_LABEL_CHARS,
-    MAX_SCHEMA_CHARS,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
-    MAX_TOP_LOGPROBS,
-    refuse_deep,
-    refuse_large,
-)
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
     NO_VERBOSITY,
@@ -41,6 +28,19 @@ from rootstock.server.fields import (
 )
 from rootstock.server.hints.fields import HintFields
 from rootstock.server.wire import Json
+from rootstock.text.chat_template import TemplateNames
+from rootstock.text.constraints.asked import ANY_JSON_OBJECT, Constraint
+from rootstock.text.constraints.json_schema import named_schema
+from rootstock.text.conversation.types import IgnoredField
+from rootstock.text.limits import (
+    MAX_LABEL_CHARS,
+    MAX_SCHEMA_CHARS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+    MAX_TOP_LOGPROBS,
+    refuse_deep,
+    refuse_large,
+)
 
 MAX_METADATA = 16  # pairs: OpenAI's limits
 MAX_METADATA_KEY_CHARS = 64

@@ -557,8 +557,8 @@ def _packed(number: int, record: _Record, texts: Sequence[bytes]) -> bytes:
     """Returns the row of a record. It is longer than the record, so that no text is in a page of SQLite's tree.
 
     SQLite moves rows between the pages of its tree and leaves copies behind, which `secure_delete` does not find. The
-    other pages of a row are never copied, and overwritten when the row is deleted. A row has zeros in the place of
-    what is in the tree, and such a length that this is as little as possible.
+    other pages of a row are never copied, and overwritten when the row is deleted. The part of a
+    row that lies in the tree is zeros, and the length of the row makes this part as short as possible.
     """
     checksums = [_checksum(number, text).hex() for text in texts]
     lengths = [record.bytes_of[name] for name in _TEXTS]

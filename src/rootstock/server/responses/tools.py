@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rootstock.engine.conversation.openai import custom_tool
-from rootstock.engine.conversation.types import Tool, ToolChoice
-from rootstock.engine.limits import (
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.text.conversation.openai import custom_tool
+from rootstock.text.conversation.types import Tool, ToolChoice
+from rootstock.text.limits import (
     MAX_NAME_CHARS,
     MAX_TEMPLATE_CHARS,
     MAX_TOOLS,
@@ -23,9 +24,8 @@ from rootstock.engine.limits import (
     refuse_more_than,
     refuse_other_text,
 )
-from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 
-# Agents send these with every request, whatever the server has. The answer names those that it has ignored.
+# Agents send these with every request to any server. The answer names the ones that it has ignored.
 _IGNORED = frozenset(
     {
         "web_search",
@@ -69,7 +69,7 @@ _SEARCH_PARAMETERS: Mapping[str, Any] = {
 }
 
 
-class Kind(Enum):
+class ToolKind(Enum):
     """The type of a tool, and thereby of the items of its calls."""
 
     FUNCTION = "function"
@@ -82,7 +82,7 @@ class Kind(Enum):
 class ClientTool:
     """A tool as the client names it."""
 
-    kind: Kind
+    kind: ToolKind
     name: str
     namespace: str | None = None
 
@@ -99,7 +99,7 @@ class Toolbox:
 
     def client_tool(self, name: str) -> ClientTool:
         """Returns the client's name of a tool that the model calls."""
-        return self._by_name.get(name) or ClientTool(Kind.FUNCTION, name)
+        return self._by_name.get(name) or ClientTool(ToolKind.FUNCTION, name)
 
     def find(self, kind: str, name: str) -> str | None:
         """Returns the name that the model sees of a tool that the client names by its type and name."""
@@ -149,9 +149,9 @@ class Toolbox:
         if kind == "namespace":
             return _namespace(tool, path)
         if kind == "local_shell":
-            return [(ClientTool(Kind.LOCAL_SHELL, _LOCAL_SHELL.name), _LOCAL_SHELL)]
+            return [(ClientTool(ToolKind.LOCAL_SHELL, _LOCAL_SHELL.name), _LOCAL_SHELL)]
         if _is_search_by_client(tool):
-            return [(ClientTool(Kind.TOOL_SEARCH, "tool_search"), _search(tool, path))]
+            return [(ClientTool(ToolKind.TOOL_SEARCH, "tool_search"), _search(tool, path))]
         if kind in _IGNORED or kind == "tool_search":
             refuse_large(tool, path, MAX_TEMPLATE_CHARS)  # no prompt has it, and the response repeats it
             self.ignored.append(str(kind))
@@ -231,13 +231,13 @@ def _function_or_custom(tool: Mapping[str, Any], namespace: str | None, path: st
     deferred = bool(tool.get("defer_loading"))
     if tool["type"] == "custom":
         shown = custom_tool(seen, about, tool.get("format"), f"{path}.format")
-        return ClientTool(Kind.CUSTOM, name, namespace), replace(shown, deferred=deferred)
+        return ClientTool(ToolKind.CUSTOM, name, namespace), replace(shown, deferred=deferred)
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidParameter(f"{path}.parameters", parameters, "a JSON schema, which is an object")
     strict = bool(tool.get("strict"))
     shown = Tool(seen, about, parameters, strict=strict, deferred=deferred)
-    return ClientTool(Kind.FUNCTION, name, namespace), shown
+    return ClientTool(ToolKind.FUNCTION, name, namespace), shown
 
 
 def _name_of(tool: Mapping[str, Any], path: str) -> str:
@@ -301,7 +301,7 @@ def _chosen(chosen: Any, tools: Toolbox, path: str) -> str:
             raise Unsupported(path, f"{kind!r}: {_ON_OPENAIS_SERVERS}")
         name = chosen.get("name")
         namespace = chosen.get("namespace")
-        if kind in (Kind.LOCAL_SHELL.value, Kind.TOOL_SEARCH.value):
+        if kind in (ToolKind.LOCAL_SHELL.value, ToolKind.TOOL_SEARCH.value):
             name = kind
         if isinstance(kind, str) and isinstance(name, str):
             if isinstance(namespace, str):

@@ -70,9 +70,6 @@ class Files:
     def remove(self, path: Path) -> None:
         path.unlink()
 
-    def rename(self, source: Path, target: Path) -> None:
-        source.replace(target)
-
     def connect(self, path: Path) -> sqlite3.Connection:
         # SQLite gives the files that it adds the mode of the database, so the database is created first.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY))

@@ -25,7 +25,7 @@ import numpy as np
 from rootstock.cache.hints import MAX_TTL_S
 from rootstock.cache.keys import RecordKey
 from rootstock.tiers.disk.files import Files
-from rootstock.tiers.disk.record import FORMAT, Place
+from rootstock.tiers.disk.record import FORMAT, RecordLocation
 from rootstock.tiers.kept import KeptBytes
 
 INDEX_NAME = f"v{FORMAT}-index.sqlite"
@@ -84,7 +84,7 @@ DROP INDEX IF EXISTS by_segment;
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class StoredGrant:
     """Retention of a record, by hints of a tenant."""
 
     until_s: float  # since the Unix epoch; 0: the record is not kept
@@ -92,19 +92,19 @@ class Retention:
     tenant: int  # a hash of its name
 
 
-NO_RETENTION = Retention(0.0, 0, 0)
+NO_RETENTION = StoredGrant(0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class IndexRow:
     key: RecordKey
     first: int
     last: int
     identity: bytes  # encoded
-    place: Place
+    place: RecordLocation
     last_use_s: float
     uses: int
-    retention: Retention = NO_RETENTION
+    retention: StoredGrant = NO_RETENTION
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class Known:
     last_use_s: float
     is_used: bool = False  # used since its bytes were written
     unwritten_uses: int = 0
-    retention: Retention = NO_RETENTION
+    retention: StoredGrant = NO_RETENTION
 
     def is_kept(self, now_s: float) -> bool:
         return self.retention.until_s > now_s
@@ -131,8 +131,8 @@ class Known:
 
     @property
     def recency(self) -> tuple[float, int]:
-        """Returns the order of use, least recent first. Of records used at the same time, those that end last are
-        evicted first, because they continue others."""
+        """Returns the order of use, least recent first. Among records used at the same time, the records that end
+        last are evicted first, because they continue others."""
         return self.last_use_s, -self.last
 
 
@@ -148,7 +148,7 @@ class _Change:
     """Change of a row: it is deleted, or refers to another place from now on."""
 
     known: Known
-    place: Place | None = None
+    place: RecordLocation | None = None
     identity_bytes: int = 0
 
 
@@ -220,7 +220,7 @@ class Index:
         for key, rowid, segment, stored_bytes, last, last_use_s, *kept in self._db.execute(query):
             if key in self._known:
                 raise sqlite3.DatabaseError("two rows have the same key")
-            retention = Retention(*kept) if kept[0] else NO_RETENTION
+            retention = StoredGrant(*kept) if kept[0] else NO_RETENTION
             self._add(Known(key, rowid, segment, stored_bytes, last, last_use_s, retention=retention))
             self._next_rowid = rowid + 1
 
@@ -229,12 +229,12 @@ class Index:
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._known
 
-    def find(self, key: RecordKey) -> Row | None:
+    def find(self, key: RecordKey) -> IndexRow | None:
         with self.lock:
             known = self._known.get(key)
             return None if known is None else self._read(known)
 
-    def _read(self, known: Known) -> Row:
+    def _read(self, known: Known) -> IndexRow:
         found = self._db.execute("SELECT * FROM records WHERE rowid = ?", (known.rowid,)).fetchone()
         if found is None or found[0] != known.key:
             raise sqlite3.DatabaseError("a row is missing or has another key")
@@ -250,12 +250,12 @@ class Index:
         with self.lock:
             return list(self._known)
 
-    def rows(self, keys: Iterable[RecordKey]) -> Iterator[Row]:
+    def rows(self, keys: Iterable[RecordKey]) -> Iterator[IndexRow]:
         for key in keys:
             if (row := self.find(key)) is not None:
                 yield row
 
-    def of_segment(self, segment: int) -> list[Row]:
+    def of_segment(self, segment: int) -> list[IndexRow]:
         """Returns a segment's rows in order of offset."""
         with self.lock:
             rows = [self._read(known) for known in self.known_in(segment)]
@@ -298,7 +298,7 @@ class Index:
         """Returns whether rows with identities of these lengths fit in one transaction."""
         return self._insertion_bytes(len(identities_bytes), sum(identities_bytes)) <= self.wal_limit_bytes
 
-    def insert(self, rows: Sequence[Row]) -> None:
+    def insert(self, rows: Sequence[IndexRow]) -> None:
         first = self._next_rowid
         growth_bytes = self._insertion_bytes(len(rows), sum(len(row.identity) for row in rows))
         with self._transaction(growth_bytes):
@@ -336,7 +336,7 @@ class Index:
     def delete(self, keys: Sequence[RecordKey]) -> None:
         self.replace(keys, ())
 
-    def delete_at(self, key: RecordKey, place: Place) -> bool:
+    def delete_at(self, key: RecordKey, place: RecordLocation) -> bool:
         """Deletes a row if it still has this place. Otherwise the record was moved or stored again."""
         with self.lock:
             row = self.find(key)
@@ -345,7 +345,7 @@ class Index:
             self.delete([key])
             return True
 
-    def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
+    def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[IndexRow, RecordLocation]]) -> None:
         """Deletes rows, and moves others to new places. A row that changed since it was read stays unchanged. Moved
         rows are inserted again, beside the rows of their new segment.
 
@@ -415,7 +415,7 @@ class Index:
                     self._with_unwritten_uses.add(key)
                     self._changed(self._segments[known.segment])
 
-    def note_retention(self, key: RecordKey, choose: Callable[[int], Retention]) -> None:
+    def note_retention(self, key: RecordKey, choose: Callable[[int], StoredGrant]) -> None:
         """Notes a record's retention in memory; it is written with the uses. `choose` returns it for the record's
         bytes, which are in no tenant's account meanwhile."""
         with self.lock:
@@ -573,22 +573,22 @@ class Index:
         return len(np.unique(np.ascontiguousarray(headers).view(">u4")))
 
 
-def _columns(retention: Retention) -> tuple[float, int, int]:
+def _columns(retention: StoredGrant) -> tuple[float, int, int]:
     return float(retention.until_s), retention.priority, retention.tenant
 
 
-def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]) -> Row:
+def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int, float, int, int]) -> IndexRow:
     if [type(column) for column in row] != _TYPES:
         raise sqlite3.DatabaseError("a row has columns of wrong types")
     key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses, *_ = row
     until_s, priority, tenant = row[10:]
-    return Row(
+    return IndexRow(
         RecordKey(key),
         first,
         last,
         identity,
-        Place(segment, offset, stored_bytes, header_bytes),
+        RecordLocation(segment, offset, stored_bytes, header_bytes),
         last_use_s,
         uses,
-        Retention(until_s, priority, tenant) if until_s else NO_RETENTION,
+        StoredGrant(until_s, priority, tenant) if until_s else NO_RETENTION,
     )

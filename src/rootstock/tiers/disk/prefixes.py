@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import xxhash
-
-from rootstock.cache.keys import Kind
-from rootstock.cache.radix_node import common_prefix
-from rootstock.cache.types import Tokens
-from rootstock.errors import InvalidOption
+from rootstock.cache.keys import RecordKind
 from rootstock.tiers.base import Entry
 
 
@@ -51,12 +46,12 @@ class NamespaceContent:
     records: int = 0
     stored_bytes: int = 0
 
-    def bits(self, kind: Kind) -> int:
+    def bits(self, kind: RecordKind) -> int:
         """Returns the bits of `PrefixNode.families` for states, or for windows and chunks."""
         return sum(
             1 << bit
             for bit, name in enumerate(self.families)
-            if name != "full" and (name in self.states) == (kind is Kind.STATE)
+            if name != "full" and (name in self.states) == (kind is RecordKind.STATE)
         )
 
     @property
@@ -127,15 +122,15 @@ class Prefixes:
 
     def leaves(self) -> list[PrefixNode]:
         """Returns the leaves that can be resumed, the last used first."""
-        found = [node for node in self.nodes.values() if not node.followed and not is_orphan(node)]
+        found = [node for node in self.nodes.values() if not node.followed and not _is_orphan(node)]
         return sorted(found, key=lambda node: (-node.last_use_s, -node.position, node.own))
 
     def described(self, leaf: PrefixNode) -> Prefix:
         families = checkpoints = own_bytes = shared_bytes = 0
         last_use_s, uses = leaf.last_use_s, leaf.uses
         names = leaf.content.families
-        states = leaf.content.bits(Kind.STATE)
-        windows = leaf.content.bits(Kind.BLOCKS)
+        states = leaf.content.bits(RecordKind.STATE)
+        windows = leaf.content.bits(RecordKind.BLOCKS)
         after: PrefixNode | None = None
         for node in leaf.path():
             families |= node.families
@@ -154,29 +149,6 @@ class Prefixes:
         present = [name for bit, name in enumerate(names) if families >> bit & 1]
         return Prefix(leaf, present, checkpoints, own_bytes, shared_bytes, last_use_s, uses)
 
-    def find(self, beginning: str) -> PrefixNode:
-        found = [node for node in self.nodes.values() if node.own.hex().startswith(beginning.lower())]
-        if len(found) != 1:
-            allowed = "the key of a stored prefix, as `rootstock cache ls` shows it"
-            raise InvalidOption(
-                "--key", beginning, f"longer: {len(found)} begin with it" if found else allowed
-            )
-        return found[0]
-
-    def below(self, own: set[bytes]) -> set[bytes]:
-        """Returns these nodes and all that continue them."""
-        found = set(own)
-        for node in self._by_position():
-            if node.parent is not None and node.parent.own in found:
-                found.add(node.own)
-        return found
-
-    def use_with_what_follows(self) -> None:
-        """Sets each node's time of use to the latest of its descendants, which use it too."""
-        for node in reversed(self._by_position()):
-            if node.parent is not None:
-                node.parent.last_use_s = max(node.parent.last_use_s, node.last_use_s)
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _add(self, entry: Entry) -> None:
@@ -189,7 +161,7 @@ class Prefixes:
             content = self.namespaces[identity.namespace] = NamespaceContent(identity.namespace)
         if identity.family not in content.families:
             content.families.append(identity.family)
-        if identity.kind is Kind.STATE:
+        if identity.kind is RecordKind.STATE:
             content.states.add(identity.family)
         content.dtypes.add(identity.dtype)
         content.records += 1
@@ -231,7 +203,7 @@ class Prefixes:
             if node.parent is not None:
                 node.parent.followed = True
                 node.parent.leaves += node.leaves
-            if is_orphan(node):
+            if _is_orphan(node):
                 self.orphans += node.records
                 self.orphan_bytes += node.stored_bytes
 
@@ -240,41 +212,5 @@ class Prefixes:
         return sorted(self.nodes.values(), key=lambda node: node.position)
 
 
-def is_orphan(node: PrefixNode) -> bool:
+def _is_orphan(node: PrefixNode) -> bool:
     return node.content.needs_chains and not node.begins
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPrompt:
-    tokens: int
-    reached: int  # tokens of the prompt that are stored
-    path: set[bytes]  # `Identity.own` of records that end within the prompt
-    at_end: set[bytes]  # `Identity.own` of records that reach the prompt's end
-
-
-def along(entries: Iterable[Entry], prompt: Tokens) -> StoredPrompt:
-    """Finds the records along `prompt`, in all namespaces."""
-    digests: dict[tuple[bytes, int], bytes] = {}
-
-    def digest(namespace: bytes, position: int) -> bytes:
-        """Computes `prefix_digest` of the prompt's first positions."""
-        if (namespace, position) not in digests:
-            h = xxhash.xxh3_128(namespace)
-            h.update(prompt[:position].astype("<i4").tobytes())
-            digests[namespace, position] = h.digest()
-        return digests[namespace, position]
-
-    reached = 0
-    path: set[bytes] = set()
-    at_end: set[bytes] = set()
-    for entry in entries:
-        identity = entry.identity
-        if identity.start >= len(prompt) or identity.parent != digest(identity.namespace, identity.start):
-            continue
-        agreed = common_prefix(identity.tokens, prompt[identity.start :])
-        reached = max(reached, identity.start + agreed)
-        if identity.start + agreed == len(prompt):
-            at_end.add(identity.own)
-        elif agreed == len(identity.tokens):
-            path.add(identity.own)
-    return StoredPrompt(len(prompt), reached, path, at_end)

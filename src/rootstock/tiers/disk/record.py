@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind
+from rootstock.cache.keys import Identity, RecordKind
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
 from rootstock.units import MIB
@@ -37,7 +37,7 @@ PREFIX_BYTES = _PREFIX.size
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordLocation:
     """Place of a record."""
 
     segment: int
@@ -79,10 +79,14 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
     if len(body) < _IDENTITY.size or xxhash.xxh3_64(body).digest() != check:
         return None
     namespace, parent, own, kind, layers, start, tokens, family, dtype = _IDENTITY.unpack_from(body)
-    # The checksum is no proof: an archive may come from anybody.
-    if len(body) != _IDENTITY.size + family + dtype + 4 * tokens or not layers or kind not in tuple(Kind):
+    # The checksum proves no origin: a copied directory may come from an attacker.
+    if (
+        len(body) != _IDENTITY.size + family + dtype + 4 * tokens
+        or not layers
+        or kind not in tuple(RecordKind)
+    ):
         return None
-    if (Kind(kind) is Kind.BLOCKS and not tokens) or start > _MOST_START:
+    if (RecordKind(kind) is RecordKind.BLOCKS and not tokens) or start > _MOST_START:
         return None
     names = bytes(body[_IDENTITY.size : _IDENTITY.size + family + dtype])
     run = np.frombuffer(body, "<i4", count=tokens, offset=_IDENTITY.size + family + dtype)
@@ -95,7 +99,7 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
         family_name,
         layers,
         dtype_name,
-        Kind(kind),
+        RecordKind(kind),
         start,
         run.astype(np.int32),
         parent,
@@ -148,7 +152,7 @@ class Head:
     header: memoryview
 
 
-def read_head(files: Files, fd: int, place: Place) -> Head | Miss:
+def read_head(files: Files, fd: int, place: RecordLocation) -> Head | Miss:
     """Reads the head of a record. Raises OSError."""
     if 0 <= place.header_bytes <= _SMALL_HEADER_BYTES:
         front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
@@ -166,14 +170,14 @@ def read_head(files: Files, fd: int, place: Place) -> Head | Miss:
     return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
 
 
-def _checked_prefix(prefix: memoryview, place: Place) -> Miss | None:
+def _checked_prefix(prefix: memoryview, place: RecordLocation) -> Miss | None:
     magic, header_bytes, payload_bytes, _ = _PREFIX.unpack(prefix)
     if magic != _MAGIC or (header_bytes, payload_bytes) != (place.header_bytes, place.payload_bytes):
         return Miss(MissKind.CHECKSUM, "no such record begins here")
     return None
 
 
-def _head(front: memoryview, place: Place) -> Head | Miss:
+def _head(front: memoryview, place: RecordLocation) -> Head | Miss:
     """Decodes prefix and header. The prefix has been compared with the row."""
     *_, checksum = _PREFIX.unpack(front[:PREFIX_BYTES])
     header, header_bytes = front[PREFIX_BYTES:], place.header_bytes
@@ -193,7 +197,9 @@ def _head(front: memoryview, place: Place) -> Head | Miss:
     return Head(identity, buffer_bytes, checksum, header)
 
 
-def read_payload(files: Files, fd: int, place: Place, head: Head, views: Sequence[memoryview]) -> Miss | None:
+def read_payload(
+    files: Files, fd: int, place: RecordLocation, head: Head, views: Sequence[memoryview]
+) -> Miss | None:
     """Fills `views`, whose total size is the payload's, and verifies the record. Raises OSError."""
     if not read_all(files, fd, views, place.offset + PREFIX_BYTES + place.header_bytes):
         return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
@@ -203,7 +209,7 @@ def read_payload(files: Files, fd: int, place: Place, head: Head, views: Sequenc
     return None if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
 
 
-def verify(files: Files, fd: int, place: Place) -> Head | Miss:
+def verify(files: Files, fd: int, place: RecordLocation) -> Head | Miss:
     """Verifies a whole record, reading it in pieces without keeping its payload. Raises OSError."""
     head = read_head(files, fd, place)
     if isinstance(head, Miss):
@@ -221,7 +227,7 @@ def verify(files: Files, fd: int, place: Place) -> Head | Miss:
     return head if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
 
 
-def _begin(head: Head, place: Place) -> xxhash.xxh3_128:
+def _begin(head: Head, place: RecordLocation) -> xxhash.xxh3_128:
     h = xxhash.xxh3_128(_SIZES.pack(place.header_bytes, place.payload_bytes))
     h.update(head.header)
     return h
@@ -235,7 +241,7 @@ def difference(asked: Identity, found: Identity) -> MissKind | None:
         return MissKind.OTHER_LAYERS
     if asked.dtype != found.dtype:
         return MissKind.OTHER_DTYPE
-    if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
+    if asked.end != found.end or (asked.kind is RecordKind.BLOCKS and asked.start != found.start):
         return MissKind.OTHER_POSITION
     # A state may have been stored with another start: then the tokens that both have are compared.
     both = min(len(asked.tokens), len(found.tokens))

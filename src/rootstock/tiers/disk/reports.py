@@ -1,4 +1,4 @@
-"""Reports of the disk tier: counts since it was opened, and results of checks and archives."""
+"""Reports of the disk tier: counts since it was opened, and results of checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rootstock.cache.keys import Identity, RecordKey
-from rootstock.tiers.base import Miss, MissKind, Refusal, StoreOutcome
+from rootstock.tiers.base import Miss, MissKind, Refusal
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class DiskCounts:
 class Failure:
     key: RecordKey
     miss: Miss
-    identity: Identity | None = field(compare=False)  # None: the row is damaged or was not read
+    identity: Identity | None = field(compare=False)  # None: the row is damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +37,3 @@ class Verified:
     records: int
     stored_bytes: int
     failures: tuple[Failure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    records: int
-    archive_bytes: int
-    failures: tuple[Failure, ...]  # missing or damaged records: not in the archive
-
-
-@dataclass(frozen=True, slots=True)
-class NotExported:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    outcomes: tuple[StoreOutcome, ...]  # of the intact records, in the archive's order
-    damaged: tuple[Miss, ...]

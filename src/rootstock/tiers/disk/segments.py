@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from rootstock.tiers.disk.files import Files, write_all
-from rootstock.tiers.disk.record import FORMAT, Encoded, Place
+from rootstock.tiers.disk.record import FORMAT, Encoded, RecordLocation
 
 _NAME = re.compile(rf"v{FORMAT}-(\d{{8,}})\.segment")
 
@@ -44,7 +44,7 @@ class Segments:
     def path(self, number: int) -> Path:
         return self._folder / f"v{FORMAT}-{number:08d}.segment"
 
-    def append(self, record: Encoded) -> Place:
+    def append(self, record: Encoded) -> RecordLocation:
         """Appends a record. A record longer than a segment gets a segment for itself. Raises OSError; then `abandon`
         must be called."""
         stored_bytes = record.stored_bytes
@@ -53,7 +53,7 @@ class Segments:
         if self._fd is None:
             self._create()
         assert self._fd is not None
-        place = Place(self._number, self._length, stored_bytes, record.header_bytes)
+        place = RecordLocation(self._number, self._length, stored_bytes, record.header_bytes)
         self._kept.setdefault(self._number, self._length)
         self.written_bytes += write_all(self._files, self._fd, record.views, place.offset)
         self._length += stored_bytes

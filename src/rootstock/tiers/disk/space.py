@@ -62,7 +62,7 @@ def least_cap_bytes(largest_record_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DiskUsage:
     """Usage of the directory in bytes, as measured."""
 
     segments: dict[int, int]  # by number
@@ -94,7 +94,7 @@ class Usage:
         return self.segment_bytes + self.index_bytes + self.foreign_bytes + self.lock_bytes
 
 
-def measure(files: Files, folder: Path, live_bytes: int) -> Usage:
+def measure(files: Files, folder: Path, live_bytes: int) -> DiskUsage:
     """Measures the directory. Raises OSError."""
     segments: dict[int, int] = {}
     foreign: dict[Path, int] = {}
@@ -112,7 +112,7 @@ def measure(files: Files, folder: Path, live_bytes: int) -> Usage:
             index_bytes += file_bytes
         else:
             foreign[path] = file_bytes
-    return Usage(segments, live_bytes, index_bytes, wal_bytes, foreign, lock_bytes)
+    return DiskUsage(segments, live_bytes, index_bytes, wal_bytes, foreign, lock_bytes)
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class DiskSpaceCounts:
     removed_foreign_bytes: int = 0
 
 
-def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: DiskSpaceCounts) -> bool:
+def remove_foreign(files: Files, usage: DiskUsage, short_bytes: int, counts: DiskSpaceCounts) -> bool:
     """Removes foreign files of at least `short_bytes`, or all. A file that cannot be removed stays, and counts."""
     removed = False
     for path, file_bytes in usage.foreign.items():
@@ -183,7 +183,7 @@ class DiskSpace:
         self._evictions: dict[int, _Eviction] = {}  # by segment; reused while they are valid
         self.counts = DiskSpaceCounts()
 
-    def usage(self) -> Usage:
+    def usage(self) -> DiskUsage:
         return measure(self._files, self._folder, sum(self._index.live_bytes().values()))
 
     def make(self, needed_bytes: int) -> bool:
@@ -203,7 +203,7 @@ class DiskSpace:
             if not freed:
                 return False
 
-    def remove_dead(self, usage: Usage) -> bool:
+    def remove_dead(self, usage: DiskUsage) -> bool:
         """Removes every segment without records."""
         live = self._index.live_bytes()
         dead = [number for number in usage.segments if number not in live]
@@ -214,7 +214,7 @@ class DiskSpace:
             self.counts.removed_segments += 1
         return bool(dead)
 
-    def _evict(self, usage: Usage) -> bool:
+    def _evict(self, usage: DiskUsage) -> bool:
         """Evicts a segment, except for the records that are kept."""
         self._note_uses()
         now_s = self._now_s()

@@ -52,13 +52,12 @@ from rootstock.tiers.base import (
     TierState,
     views_of,
 )
-from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, Retention, Row, is_damage
+from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
-    Place,
+    RecordLocation,
     decode_identity,
     difference,
     encode,
@@ -66,16 +65,9 @@ from rootstock.tiers.disk.record import (
     read_payload,
     verify,
 )
-from rootstock.tiers.disk.reports import (
-    DiskCounts,
-    Exported,
-    Failure,
-    Imported,
-    NotExported,
-    Verified,
-)
+from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
 from rootstock.tiers.disk.segments import Segments, segment_number
-from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, DiskUsage, measure, remove_foreign
 from rootstock.units import MIB, in_units
 
 _log = logging.getLogger(__name__)
@@ -87,7 +79,6 @@ RETRY_S = 60.0
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
 _SWEEP_S = 1.0  # least time between two searches for records whose retention has ended
-_IMPORT_BYTES = 16 * MIB  # payloads that an import holds in memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
 Progress = Callable[[int], None]
@@ -367,7 +358,7 @@ class DiskTier:
                 retention = self._retention(record.keep, until_s, record.stored_bytes + kept_bytes)
             kept_bytes += record.stored_bytes if retention is not NO_RETENTION else 0
             rows.append(
-                Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
+                IndexRow(key, identity.start, identity.end, record.identity_raw, place, now_s, 0, retention)
             )
         self._segments.sync()
         self._index.insert(rows)
@@ -421,7 +412,7 @@ class DiskTier:
             self._strike(key, place)
         return result
 
-    def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
+    def _find_and_open(self, key: RecordKey) -> tuple[RecordLocation, int | OSError] | None:
         """Finds a record and opens its file. Both under the lock, so that no compaction comes in between."""
         with self._index.lock:
             row = self._index.find(key)
@@ -436,7 +427,9 @@ class DiskTier:
         with suppress(OSError):
             self._files.close(fd)
 
-    def _read(self, fd: int, place: Place, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    def _read(
+        self, fd: int, place: RecordLocation, asked: Identity, into: Sequence[Buffer] | None
+    ) -> LoadResult:
         head = read_head(self._files, fd, place)
         if isinstance(head, Miss):
             return head
@@ -451,7 +444,7 @@ class DiskTier:
         damage = read_payload(self._files, fd, place, head, views)
         return damage or Loaded(tuple(views), "disk")
 
-    def _strike(self, key: RecordKey, place: Place) -> None:
+    def _strike(self, key: RecordKey, place: RecordLocation) -> None:
         """Quarantines a record: deletes its row. Its bytes are dead until their segment is removed."""
         try:
             struck = self._index.delete_at(key, place)
@@ -488,7 +481,7 @@ class DiskTier:
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         """Notes a use now. It is kept in memory and written with a later store, so that the caller does not wait. A
-        crash loses uses that are not written yet, usually those of the last minute."""
+        crash loses uses that are not written yet, usually the uses of the last minute."""
         now_s = self._use_time_s()
         with self._counting:
             for key in keys:
@@ -501,7 +494,7 @@ class DiskTier:
         with self._counting:
             self._keeps |= {key: (now_s + keep.lasts_s, keep) for key, keep in keeps.items()}
 
-    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> Retention:
+    def _retention(self, keep: Keep, until_s: float, stored_bytes: int) -> StoredGrant:
         """Returns the retention that the tenant's share has room for: all of it or none."""
         tenant = xxhash.xxh3_64_intdigest(keep.tenant.encode("utf-8", "surrogatepass")) >> 1
         kept = self._index.kept
@@ -510,10 +503,10 @@ class DiskTier:
             self._index.forget_ended_retention(self._use_time_s())
         if until_s <= 0 or not kept.has_room(tenant, stored_bytes):
             return NO_RETENTION
-        return Retention(until_s, keep.priority, tenant)
+        return StoredGrant(until_s, keep.priority, tenant)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every record's entry, each after those of the prefix that it continues, without reading payloads.
+        """Yields every record's entry, each after the entries of its prefix, without reading payloads.
         Damaged rows are deleted. Ends early if the index fails."""
         try:
             self._flush_uses()
@@ -530,8 +523,8 @@ class DiskTier:
             self._index_fault(error)
 
     def clear(self, namespace: bytes | None = None) -> bool:
-        """Removes every record, or those of a namespace. Loads in progress are not affected. Returns False if the
-        disk fails, and records may remain."""
+        """Removes all records, or the records of a namespace. Loads in progress are not affected. Returns False if
+        the disk fails, and records may remain."""
         try:
             # Read before the lock is taken, so that stores continue while all rows are read.
             of_namespace = None if namespace is None else self._keys_of(namespace)
@@ -568,7 +561,7 @@ class DiskTier:
             self._index_fault(error)
         return Verified(records, stored_bytes, tuple(failures))
 
-    def _check(self, row: Row) -> Miss | None:
+    def _check(self, row: IndexRow) -> Miss | None:
         identity = _identity_of(row)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
@@ -588,78 +581,6 @@ class DiskTier:
             return head
         kind = difference(identity, head.identity)
         return None if kind is None else Miss(kind, "the row refers to another record")
-
-    # -- archives ------------------------------------------------------------------------------------------------
-
-    def export(self, keys: Iterable[RecordKey], path: Path) -> Exported | NotExported:
-        """Writes these records into an archive, which replaces `path` when it is complete."""
-        if path.resolve().is_relative_to(self._folder.resolve()):
-            return NotExported(f"{path} is in the tier's own directory, where it would be deleted.")
-        failures: list[Failure] = []
-        records = 0
-
-        def whole() -> Iterator[Encoded]:
-            nonlocal records
-            for key in keys:
-                copy = self._export_one(key)
-                if isinstance(copy, Miss):
-                    failures.append(Failure(key, copy, None))
-                else:
-                    records += 1
-                    yield copy
-
-        try:
-            archive_bytes = write_archive(self._files, path, whole())
-        except OSError as error:
-            return NotExported(f"{path} cannot be written: {error}.")
-        except sqlite3.Error as error:
-            self._index_fault(error)
-            return NotExported(f"the index failed: {error}.")
-        return Exported(records, archive_bytes, tuple(failures))
-
-    def _export_one(self, key: RecordKey) -> Encoded | Miss:
-        with self._index.lock:
-            row = self._index.find(key)
-            if row is None:
-                return Miss(MissKind.ABSENT)
-            try:
-                fd = self._files.open_read(self._segments.path(row.place.segment))
-            except OSError as error:
-                return Miss(MissKind.MISSING_BYTES, str(error))
-        try:
-            return self._copy(fd, row)
-        except OSError as error:
-            return Miss(MissKind.IO_ERROR, str(error))
-        finally:
-            self._close(fd)
-
-    def import_(self, path: Path, progress: Progress = _ignore) -> Imported | Unreadable:
-        """Stores the records of an archive, each verified. Nothing is changed if it is `Unreadable`. Records of other
-        namespaces are stored too, although no request of this model uses them."""
-        outcomes: list[StoreOutcome] = []
-        damaged: list[Miss] = []
-        places = read_places(self._files, path)
-        if isinstance(places, Unreadable):
-            return places
-        try:
-            fd = self._files.open_read(path)
-        except OSError as error:
-            return Unreadable(str(error))
-        try:
-            group: list[Record] = []
-            for place, record in zip(places, read_records(self._files, fd, places), strict=True):
-                progress(place.stored_bytes)
-                if isinstance(record, Miss):
-                    damaged.append(record)
-                    continue
-                group.append(record)
-                if sum(record.payload_bytes for record in group) >= _IMPORT_BYTES:
-                    outcomes += self.store(group)
-                    group = []
-            outcomes += self.store(group)
-        finally:
-            self._close(fd)
-        return Imported(tuple(outcomes), tuple(damaged))
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -682,7 +603,7 @@ class DiskTier:
         stored_bytes = self.counts.stored_bytes
         return self.written_bytes / stored_bytes if stored_bytes else 1.0
 
-    def usage(self) -> Usage:
+    def usage(self) -> DiskUsage:
         """Measures the directory. Raises OSError and sqlite3.Error."""
         return self._room.usage()
 
@@ -766,8 +687,8 @@ class DiskTier:
     def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
         """Evicts these records of a segment and copies the others to the open one. Their rows refer to the copies
         once these are synced. Damaged records are quarantined instead. Afterwards the segment is dead."""
-        moves: list[tuple[Row, Place]] = []
-        damaged: list[Row] = []
+        moves: list[tuple[IndexRow, RecordLocation]] = []
+        damaged: list[IndexRow] = []
         going = set(lost)
         fd = self._files.open_read(self._segments.path(number))
         try:
@@ -793,18 +714,18 @@ class DiskTier:
         for row in damaged:
             self._strike(row.key, row.place)
 
-    def _copy(self, fd: int, row: Row) -> Encoded | Miss:
+    def _copy(self, fd: int, row: IndexRow) -> Encoded | Miss:
         identity = decode_identity(row.identity)
         if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is damaged")
         loaded = self._read(fd, row.place, identity, None)
         return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
 
-    def _tell_what_the_start_removed(self, found: Usage) -> None:
+    def _tell_what_the_start_removed(self, found: DiskUsage) -> None:
         """Warns of records that had to go for --disk-budget before the first request. They may be another model's:
         records of all models in a directory share its budget."""
         if found.charged_bytes <= self._room.budget.usable_bytes:
-            return  # whatever is gone now was dead
+            return  # all removed records were dead
         with suppress(OSError):
             left = measure(self._files, self._folder, 0)
             removed = found.segment_bytes + found.foreign_bytes - left.segment_bytes - left.foreign_bytes
@@ -852,7 +773,7 @@ def _next_number(files: Files, folder: Path, index: Index) -> int:
     return 1 + max([0, *numbers, *index.live_bytes()])
 
 
-def _identity_of(row: Row) -> Identity | None:
+def _identity_of(row: IndexRow) -> Identity | None:
     """Decodes a row's identity. Returns None if the row is damaged."""
     identity = decode_identity(row.identity)
     return None if identity is None or identity.key != row.key else identity

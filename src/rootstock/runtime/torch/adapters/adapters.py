@@ -1,8 +1,8 @@
 """LoRA adapters of a loaded model: requests of several adapters and of the base share a forward.
 
 An adapter's tensors are kept beside the base's weights, which are shared. The modules that it changes get a forward
-of their own, and each forward's rows are attributed to adapters (rows.py). Every load is checked: the runtime's
-logits, of a batch that mixes the adapter with the base, must be those of the model's own code with merged weights.
+of their own, and each forward's rows are attributed to adapters (rows.py). Every load is checked: for a batch
+that mixes the adapter with the base, the runtime's logits must equal the model's own code with merged weights.
 Where a model's rows cannot be attributed, the adapter gets forwards of its own, and is checked in these.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from rootstock.errors import AdapterUnusable
 from rootstock.kernels.torch.sliced_attention import Tuning
-from rootstock.runtime.adapter_files import AdaptedModule as ModuleFiles
-from rootstock.runtime.adapter_files import AdapterSource, Role
+from rootstock.runtime.adapter_errors import UnfitModule
+from rootstock.runtime.adapter_files import AdapterSource, ModuleTensors, Role
 from rootstock.runtime.base import LoadedAdapter, Runtime, Segment
 from rootstock.runtime.model_files import first_line
-from rootstock.runtime.torch.adapters.deltas import LoraTensors, Merged, Refused, delta_of, refuse_misfit
-from rootstock.runtime.torch.adapters.rows import AdaptedModule, AdaptedProjection, AdapterRows
-from rootstock.runtime.torch.fallback import Served
+from rootstock.runtime.torch.adapters.deltas import LoraTensors, MergedForward, delta_of, refuse_misfit
+from rootstock.runtime.torch.adapters.rows import AdaptedModule, AdaptedProjection, TorchAdapterRows
+from rootstock.runtime.torch.fallback import TorchExecution
 from rootstock.runtime.torch.hooks import keeps_latents
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.packed_linears import weight_of
@@ -37,13 +37,13 @@ from rootstock.runtime.trial import Variant
 _log = logging.getLogger(__name__)
 
 
-class Adapters:
+class TorchAdapters:
     """The adapters of one model. Owned by the thread that owns the runtime."""
 
     def __init__(
         self,
         model: nn.Module,
-        served: Served,
+        served: TorchExecution,
         read_elsewhere: Mapping[str, str],
         refuse_large: Callable[[AdapterSource], None],
     ) -> None:
@@ -58,7 +58,7 @@ class Adapters:
         find_head = getattr(model, "get_output_embeddings", None)
         self._head = find_head() if callable(find_head) else None
         self._loaded: dict[str, LoadedAdapter] = {}
-        self.rows = AdapterRows(torch.device(served.description.device))
+        self.rows = TorchAdapterRows(torch.device(served.description.device))
 
     def groups(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Divides a step's segments into forwards: those that share one, and one for each adapter that runs apart."""
@@ -128,21 +128,21 @@ class Adapters:
                 for name, files in source.tensors.items():
                     try:
                         given[name] = self._of_module(source, name, files, opened)
-                    except Refused as refusal:
+                    except UnfitModule as refusal:
                         raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
             source.refuse_changed()
         except (SafetensorError, OSError) as error:
             raise AdapterUnusable(source.name, f"its weights cannot be read ({first_line(error)})") from error
         return given
 
-    def _of_module(self, source: AdapterSource, name: str, files: ModuleFiles, opened: Any) -> LoraTensors:
+    def _of_module(self, source: AdapterSource, name: str, files: ModuleTensors, opened: Any) -> LoraTensors:
         module = self._named.get(name)
         if module is None:
-            raise Refused("is no module of the base model: the adapter was made for another one")
+            raise UnfitModule("is no module of the base model: the adapter was made for another one")
         parent = self._named.get(name.rpartition(".")[0])
         expands = parent is not None and keeps_latents(parent) and name.endswith(".kv_b_proj")
         if name in self._read_elsewhere and not expands:
-            raise Refused(
+            raise UnfitModule(
                 "has a weight that the model's code reads itself, past the layer: merge the adapter instead"
             )
         scalings = source.scalings
@@ -151,7 +151,7 @@ class Adapters:
         tensors: dict[Role, Tensor] = {role: opened.get_tensor(key) for role, key in files.names.items()}
         for role, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise Refused(f"has {role} with numbers that are not finite")
+                raise UnfitModule(f"has {role} with numbers that are not finite")
         dora = scalings.with_magnitudes and "magnitude" in tensors
         return LoraTensors(tensors, scalings.scaling_of(name), dora)
 
@@ -219,13 +219,15 @@ class Adapters:
 
     @contextlib.contextmanager
     def _merged(self, given: Mapping[str, LoraTensors]) -> Iterator[None]:
-        """Runs the model with merged weights, which are made anew at each call of a module: one at a time is in
+        """Runs the model with merged weights, which are computed at each call of a module: one at a time is in
         memory."""
         adapted = {name: self._named[name].forward for name in given}
         try:
             for name, tensors in given.items():
                 module = self._named[name]
-                module.forward = Merged(module, tensors, functools.partial(_weight, module, adapted[name]))
+                module.forward = MergedForward(
+                    module, tensors, functools.partial(_weight, module, adapted[name])
+                )
             yield
         finally:
             for name, forward in adapted.items():

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rootstock.runtime.adapter_errors import UnfitModule
 from rootstock.runtime.adapter_files import Role
-
-
-class Refused(Exception):
-    """Error: a module that an adapter changes in a way that is not supported. The message continues its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +109,10 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
 def refuse_misfit(
     module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], rank: int, *, dora: bool
 ) -> None:
-    """Checks the shapes of an adapter's tensors against the module. Raises Refused."""
+    """Checks the shapes of an adapter's tensors against the module. Raises UnfitModule."""
     sizes = sizes_of(module)
     if sizes is None:
-        raise Refused(
+        raise UnfitModule(
             f"is a {type(module).__name__}. Adapters may change linear layers and embeddings; experts that are not "
             "linear layers, norms and convolutions cannot be changed for some rows only"
         )
@@ -123,7 +120,7 @@ def refuse_misfit(
     expected: dict[Role, tuple[int, ...]]
     if isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding:
-            raise Refused(f"is a {type(module).__name__}, an embedding of an unknown kind")
+            raise UnfitModule(f"is a {type(module).__name__}, an embedding of an unknown kind")
         expected = {
             "embedding_A": (rank, inputs),
             "embedding_B": (outputs, rank),
@@ -140,32 +137,34 @@ def refuse_misfit(
         }
     for role, shape in shapes.items():
         if role not in expected:
-            raise Refused(f"is a {type(module).__name__}, which cannot have the adapter's {role}")
+            raise UnfitModule(f"is a {type(module).__name__}, which cannot have the adapter's {role}")
         if shape != expected[role]:
-            raise Refused(
+            raise UnfitModule(
                 f"has {role} of shape {list(shape)} in the adapter, but needs {list(expected[role])}"
             )
     for one, other in (("A", "B"), ("embedding_A", "embedding_B"), ("B.bias", "B"), ("magnitude", "B")):
         if one in shapes and other not in shapes:
-            raise Refused(f"has {one} in the adapter, but no {other}")
+            raise UnfitModule(f"has {one} in the adapter, but no {other}")
     if ("B" in shapes and "A" not in shapes) or ("embedding_B" in shapes and "embedding_A" not in shapes):
-        raise Refused("has B in the adapter, but no A")
+        raise UnfitModule("has B in the adapter, but no A")
     if dora and "B" in shapes and "magnitude" not in shapes:
-        raise Refused("has no magnitude in the adapter, which use_dora needs")
+        raise UnfitModule("has no magnitude in the adapter, which use_dora needs")
     if not dora and "magnitude" in shapes:
-        raise Refused("has a magnitude in the adapter, whose use_dora is false")
+        raise UnfitModule("has a magnitude in the adapter, whose use_dora is false")
     if dora and "B.bias" in shapes:
-        raise Refused("has a bias of B beside a magnitude, which PEFT does not know")
+        raise UnfitModule("has a bias of B beside a magnitude, which PEFT does not know")
     if isinstance(module, nn.Linear) and not _computes_its_product(module):
-        raise Refused(
+        raise UnfitModule(
             f"is a {type(module).__name__}, which computes more than a linear layer, as routers of experts do: leave "
             "it out of target_modules"
         )
     plain = type(module) in (nn.Linear, nn.Embedding) or isinstance(module, Conv1D)
     if not plain and {"weight", "bias", "magnitude"} & shapes.keys():
-        raise Refused(f"is a {type(module).__name__}, whose weights cannot be replaced for some rows only")
+        raise UnfitModule(
+            f"is a {type(module).__name__}, whose weights cannot be replaced for some rows only"
+        )
     if "bias" in shapes and getattr(module, "bias", None) is None:
-        raise Refused("has a bias in the adapter, but none in the base model")
+        raise UnfitModule("has a bias in the adapter, but none in the base model")
 
 
 def _computes_its_product(linear: nn.Linear) -> bool:
@@ -232,7 +231,7 @@ def delta_of(
     return delta
 
 
-class Merged:
+class MergedForward:
     """Replacement of a module's forward by one with merged weights, in float32."""
 
     def __init__(self, module: nn.Module, given: LoraTensors, weight: Callable[[], Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Rows of a forward by adapter, and the replacements of modules' forwards that change them.
 
 The rows of a packed step lie segment by segment. A module that runs a part of the step (`PartByPart`) gets rows of
-its own order, and the head gets the rows that need logits. `AdapterRows` says which rows of the input that a module
-has now belong to which adapter. An input whose rows are others (a routed expert's) cannot be attributed: it raises
-`RowsUnknown`, and the check at load then gives the adapter forwards of its own, in which all rows are the adapter's.
+its own order, and the head gets the rows that need logits. `TorchAdapterRows` says which rows of the input that a
+module has now belong to which adapter. An input whose rows are others (a routed expert's) cannot be attributed: it
+raises `RowsUnknown`, and the check at load then gives the adapter forwards of its own, in which all rows are the
+adapter's.
 """
 
 from __future__ import annotations
@@ -18,19 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rootstock.runtime.adapter_errors import RowsUnknown
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.adapters.deltas import Delta, EmbeddingDelta, LinearDelta
 from rootstock.runtime.torch.hooks import LayerUnsupported
-from rootstock.runtime.torch.module_parts import Part
-
-
-class RowsUnknown(Exception):
-    """Error: the rows of a module's input are not those of the step."""
-
-    def __init__(self, module: nn.Module, shape: Sequence[int], rows: int) -> None:
-        super().__init__(
-            f"a {type(module).__name__} gets an input of shape {list(shape)} in a step of {rows} rows"
-        )
+from rootstock.runtime.torch.module_parts import StepPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class _View:
 _BASE = _View(0, {})
 
 
-class AdapterRows:
+class TorchAdapterRows:
     """Adapters of the rows of the forward in progress. Owned by one runtime; its modules read it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -89,7 +82,7 @@ class AdapterRows:
             self._parts = {}
 
     @contextlib.contextmanager
-    def within(self, part: Part) -> Iterator[None]:
+    def within(self, part: StepPart) -> Iterator[None]:
         """Attributes the rows of a part of the step, while a module runs it."""
         if self._numbers is None:
             yield
@@ -119,7 +112,7 @@ class AdapterRows:
 class AdaptedModule:
     """Replacement of a module's forward: the module's own, then each adapter's change of its rows."""
 
-    def __init__(self, module: nn.Module, rows: AdapterRows, *, has_kept_rows: bool) -> None:
+    def __init__(self, module: nn.Module, rows: TorchAdapterRows, *, has_kept_rows: bool) -> None:
         """`has_kept_rows`: the module is the head, and gets only the rows with logits."""
         self.own: Callable[..., Any] = module.forward
         self.is_replaced = "forward" in vars(module)  # the module's own forward was replaced before
@@ -144,7 +137,7 @@ class AdaptedModule:
         if self.deltas.keys().isdisjoint(view.adapters):
             return weight
         if view.rows:
-            raise RowsUnknown(self._module, weight.shape, view.rows)
+            raise _rows_unknown(self._module, weight.shape, view.rows)
         changed = self.deltas[next(iter(view.adapters))]
         assert isinstance(changed, LinearDelta), "an embedding has no such weight"
         return changed.of_weight(weight)
@@ -154,7 +147,7 @@ class AdaptedProjection:
     """Product of several linear layers of one input, then each adapter's change of its rows."""
 
     def __init__(
-        self, own: Callable[[Tensor], Tensor], rows: AdapterRows, members: Sequence[nn.Linear]
+        self, own: Callable[[Tensor], Tensor], rows: TorchAdapterRows, members: Sequence[nn.Linear]
     ) -> None:
         self.own = own
         self._rows = rows
@@ -181,7 +174,7 @@ def _change(module: nn.Module, view: _View, deltas: Mapping[str, Delta], input: 
     leading = input.shape if ids else input.shape[:-1]
     count = view.rows or 1
     if view.rows and not _has_rows(leading, view.rows):
-        raise RowsUnknown(module, input.shape, view.rows)
+        raise _rows_unknown(module, input.shape, view.rows)
     x = input.reshape(count, -1, 1 if ids else input.shape[-1])
     y = out.view(count, -1, out.shape[-1])
     for name, rows in view.adapters.items():
@@ -197,10 +190,16 @@ def _change(module: nn.Module, view: _View, deltas: Mapping[str, Delta], input: 
 
 
 def _has_rows(leading: Sequence[int], rows: int) -> bool:
-    """Returns whether the leading sizes of a tensor begin with those of the step's rows."""
+    """Returns whether the product of the leading sizes of a tensor, up to some size, is the number of rows."""
     product = 1
     for size in leading:
         product *= size
         if product == rows:
             return True
     return False
+
+
+def _rows_unknown(module: nn.Module, shape: Sequence[int], rows: int) -> RowsUnknown:
+    return RowsUnknown(
+        f"a {type(module).__name__} gets an input of shape {list(shape)} in a step of {rows} rows"
+    )

@@ -28,8 +28,8 @@ from rootstock.runtime.torch.fusion.modules import (
     FusedMLP,
     FusedNorm,
     Gate,
-    Heads,
     Norms,
+    ProjectionHeads,
 )
 from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
@@ -231,7 +231,7 @@ class _Fuser:
                 index,
                 Projection(inputs),
                 Projection([linears["o_proj"]]),
-                Heads(q_heads, kv_heads, head_dim),
+                ProjectionHeads(q_heads, kv_heads, head_dim),
                 query_norm,
                 key_norm,
                 next(iter(eps)),

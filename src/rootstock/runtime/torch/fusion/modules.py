@@ -91,7 +91,7 @@ class FusedMLP(Fused):
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class ProjectionHeads:
     """Numbers of heads by which the rows of a layer's first projection divide."""
 
     queries: int
@@ -106,7 +106,7 @@ class FusedAttention(Fused):
     index: int  # number of the layer
     inputs: Projection
     output: Projection
-    heads: Heads
+    heads: ProjectionHeads
     query_norm: Tensor | None  # [head_dim] float32
     key_norm: Tensor | None
     eps: float

@@ -25,7 +25,7 @@ from rootstock.runtime.torch.hooks import (
     runs_alone,
 )
 from rootstock.runtime.torch.inspect.config import layer_class
-from rootstock.runtime.torch.inspect.layout import Layout, Seen, lay_out
+from rootstock.runtime.torch.inspect.layout import Seen, TorchLayout, lay_out
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.inspect.survey import (
     PROBE_TOKENS,
@@ -36,10 +36,10 @@ from rootstock.runtime.torch.inspect.survey import (
     say,
 )
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
-from rootstock.runtime.torch.module_parts import Part, PartByPart, StepCache
+from rootstock.runtime.torch.module_parts import PartByPart, StepCache, StepPart
 
 
-def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Layout:
+def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> TorchLayout:
     """Finds how each layer is served in a packed step, and installs the replacements it needs (`undo_parts` removes
     them). Raises LayerUnsupported if some layer cannot be packed."""
     for module in model.modules():
@@ -125,12 +125,12 @@ class ProbeCache(Watch, StepCache):
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         return 0 if layer_idx is None else torch.zeros(self._tokens, dtype=torch.int64, device=self._device)
 
-    def sequences(self) -> Iterator[Part]:
+    def sequences(self) -> Iterator[StepPart]:
         part = SurveyCache(self._device, self._tokens)
         part.running = self.running
-        yield Part(torch.arange(self._tokens, device=self._device)[None], part, 0)
+        yield StepPart(torch.arange(self._tokens, device=self._device)[None], part, 0)
 
-    def groups(self) -> Iterator[Part]:
+    def groups(self) -> Iterator[StepPart]:
         return self.sequences()
 
 

@@ -50,7 +50,7 @@ def declared_kinds(config: Any) -> list[str]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Returns the decoder's configuration, which may be that of the whole model."""
+    """Returns the decoder's configuration, which may be the whole model's."""
     return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
 
 

@@ -11,26 +11,26 @@ from rootstock.cache.families import Family, FullAttention, RecurrentState, Toke
 from rootstock.kernels.spans import EVERYTHING
 from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.torch.inspect.survey import Surveyed
-from rootstock.runtime.torch.kv_pool import Kind, LayerShape
-from rootstock.runtime.torch.state_pool import StateShape
+from rootstock.runtime.torch.kv_pool import Kind, TorchLayerShape
+from rootstock.runtime.torch.state_pool import TorchStateShape
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TorchLayout:
     """Tensors that every layer keeps, and the arguments of a forward."""
 
     calling: Calling
     vocab_size: int
     families: tuple[Family, ...]
-    layers: tuple[LayerShape, ...]  # layers with K and V, in the order in which they run
-    states: tuple[StateShape, ...]
+    layers: tuple[TorchLayerShape, ...]  # layers with K and V, in the order in which they run
+    states: tuple[TorchStateShape, ...]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes of all stored tensors."""
         return {layer.kept_dtype for layer in self.layers} | {state.stored for state in self.states}
 
-    def with_stored_states(self, stored: torch.dtype) -> Layout:
+    def with_stored_states(self, stored: torch.dtype) -> TorchLayout:
         """Returns the layout with recurrent states rounded to this dtype in their slots."""
         states = tuple(state.stored_as(stored) for state in self.states)
         families = tuple(
@@ -41,7 +41,7 @@ class Layout:
         )
         return replace(self, families=families, states=states)
 
-    def with_quantized_rows(self) -> Layout:
+    def with_quantized_rows(self) -> TorchLayout:
         """Returns the layout with K and V in int8, except latents and the indexers' keys."""
         layers = tuple(replace(layer, is_quantized=layer.kind != "latent") for layer in self.layers)
         rules = self.families[: max((layer.family + 1 for layer in layers), default=0)]
@@ -61,7 +61,7 @@ class Seen:
     softcap: bool = False
 
 
-def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layout:
+def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> TorchLayout:
     """Groups the surveyed layers into families, in the order of the description: full attention, then windows and
     chunks in order of appearance, then states."""
     rules = {index: _within(layer.family, context_limit) for index, layer in seen.items()}
@@ -77,10 +77,10 @@ def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layou
     if found.states:
         kept = len({shape.key.layer for shape in found.states})
         families.append(RecurrentState(kept, sum(shape.bytes_per_state for shape in found.states)))
-    return Layout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
+    return TorchLayout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
 
 
-def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
+def _bytes_per_token(layers: Sequence[TorchLayerShape], family: int) -> int:
     return sum(layer.bytes_per_token for layer in layers if layer.family == family)
 
 
@@ -89,7 +89,7 @@ def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
     return EVERYTHING if family.first_visible(context_limit - 1) == 0 else family
 
 
-def sequential_layout(found: Surveyed) -> Layout:
+def sequential_layout(found: Surveyed) -> TorchLayout:
     """Returns the layout for one sequence per forward: every layer keeps every position, and the model's own masks
     hide positions."""
     seen = {index: Seen("alone", EVERYTHING) for index in found.keys}

@@ -1,4 +1,4 @@
-"""Check for recurrent mixers that ignore their stored state and start anew when they get several tokens.
+"""Check for recurrent mixers that ignore their stored state and start from zero when they get several tokens.
 
 Each mixer runs on the same rows at once and in two parts. In the second run it returns its output of the first run,
 so that the next mixer gets the same rows again. Errors then do not add up from layer to layer, and the two cases lie
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from rootstock.runtime.torch.hooks import LayerUnsupported, runs_alone
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
 from rootstock.runtime.torch.inspect.survey import Surveyed, forward_few
-from rootstock.runtime.torch.module_parts import Part
-from rootstock.runtime.torch.state_pool import StateCache, StatePool
+from rootstock.runtime.torch.module_parts import StepPart
+from rootstock.runtime.torch.state_pool import StateCache, TorchStatePool
 
 _TOKENS = 16
 _AFTER = 2  # tokens after the cut: the stored state matters most to the first rows that follow it
@@ -37,7 +37,7 @@ def refuse_forgetful_mixers(
         return  # too short to test; only the self-check remains
     layer_of = {mixer: index for index, mixers in found.mixers.items() for mixer in mixers}
     mixers = [mixer for mixer in layer_of if not runs_alone(mixer)]
-    pool = StatePool(found.states, 1, device)
+    pool = TorchStatePool(found.states, 1, device)
     at_once: list[Any] = []
 
     def record(mixer: nn.Module, inputs: object, output: Any) -> None:
@@ -85,13 +85,13 @@ def _hooked(mixers: list[nn.Module], hook: Callable[[nn.Module, object, Any], An
 class _CutCache(ProbeCache):
     """Packed step of one sequence, whose mixers get it in parts that end at `cuts`."""
 
-    def __init__(self, device: torch.device, pool: StatePool, cuts: list[int]) -> None:
+    def __init__(self, device: torch.device, pool: TorchStatePool, cuts: list[int]) -> None:
         super().__init__(device, cuts[-1])
         self._pool = pool
         self._cuts = cuts
 
-    def groups(self) -> Iterator[Part]:
+    def groups(self) -> Iterator[StepPart]:
         slots = torch.zeros(1, dtype=torch.int64, device=self._device)
         for first, end in itertools.pairwise(self._cuts):
             rows = torch.arange(first, end, device=self._device)[None]
-            yield Part(rows, StateCache(self._pool, slots, continues=first > 0), -1)
+            yield StepPart(rows, StateCache(self._pool, slots, continues=first > 0), -1)

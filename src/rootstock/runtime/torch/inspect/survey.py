@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from rootstock.runtime.torch.hooks import Calling, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import NO_MEMORY, declared_kinds, layer_class, text_config
-from rootstock.runtime.torch.kv_pool import Kind, LayerShape
+from rootstock.runtime.torch.kv_pool import Kind, TorchLayerShape
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
-from rootstock.runtime.torch.state_pool import StateCache, StateShape, shapes_of
+from rootstock.runtime.torch.state_pool import StateCache, TorchStateShape, shapes_of
 
 PROBE_TOKENS = 3
 
@@ -32,14 +32,14 @@ class Surveyed:
     keys: dict[int, Tensor]  # [1, kv_heads, tokens, key_dim], an example
     values: dict[int, Tensor]  # [1, kv_heads, tokens, value_dim], an example
     indexer: dict[int, Tensor]  # [1, tokens, indexer_dim], an example
-    states: list[StateShape]
+    states: list[TorchStateShape]
     attention: dict[int, nn.Module]  # the innermost module that gives K and V to the cache
     mixers: dict[int, list[nn.Module]]  # the innermost modules that ask the cache for states
 
-    def shape(self, index: int, kind: Kind, family: int, *, softcap: bool) -> LayerShape:
+    def shape(self, index: int, kind: Kind, family: int, *, softcap: bool) -> TorchLayerShape:
         """Returns the shape of layer `index` per position, for this kind of attention."""
         key, value, indexer = self.keys[index], self.values[index], self.indexer.get(index)
-        return LayerShape(
+        return TorchLayerShape(
             index,
             type(self.attention[index]).__name__,
             kind,
