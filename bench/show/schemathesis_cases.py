@@ -373,7 +373,9 @@ def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
             if made["store"] and made["previous_response_id"] is None:  # a chain would outgrow the context
                 stored.append(Stored(made["id"], tenant_in(response.request.headers)))
         if operation.path in ANSWERED_BY and response.status_code == 200:
-            known.pins.append(Stored(response.json()["id"], tenant_in(response.request.headers)))
+            made = Stored(response.json()["id"], tenant_in(response.request.headers))
+            if made not in known.pins:  # the same prompt keeps its pin
+                known.pins.append(made)
         try:
             case.validate_response(response, checks=CHECKS)
             if is_stream:
