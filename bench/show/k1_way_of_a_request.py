@@ -28,9 +28,10 @@ from peers import free_port
 from docs.test_imports import circles, imports
 
 # The goals of issue 28 are 50 files, 380 functions and 1,800 calls, and 70 files of the rich chat.
-PLAIN_FILES, PLAIN_FUNCTIONS, PLAIN_CALLS = 76, 525, 3_600
-RICH_FILES = 86
-WITHIN_S = 300.0
+# Processors differ in a few kernels: the bars are some 3 % above the counts.
+PLAIN_FILES, PLAIN_FUNCTIONS, PLAIN_CALLS = 77, 530, 3_700
+RICH_FILES = 87
+WITHIN_S = 1_200.0  # a first start compiles loops
 
 # Runs in a process of its own: `serve` in the main thread, the client in another one.
 TRACED = r"""
@@ -79,7 +80,7 @@ def ask(text):
 def client():
     threading.current_thread().name = "client"
     sys.setprofile(None)
-    for _ in range(1200):
+    for _ in range(3600):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
             break
