@@ -405,7 +405,7 @@ def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
         "statuses": dict(statuses.most_common()),
         "failures": len(failures),
         "first": failures[:MOST_SHOWN],
-        "has_prompt": valid is not None,
+        "has_prompt": valid is not None and valid[0] is not NOTHING,
         "refused": dict(refused.most_common(MOST_SHOWN)),  # valid bodies
     }
 
