@@ -272,7 +272,7 @@ class Stored:
 
 @dataclass
 class Known:
-    """What the server has, and what earlier cases stored in it."""
+    """Names that the server was started with, and the entries that earlier cases stored in it."""
 
     url: str
     adapter: str

@@ -1,4 +1,4 @@
-"""What a chat of the library has in common with a chat of the server: calls, reasoning, schemas, hints, media."""
+"""Chats of the library, compared with chats of the server: calls, reasoning, schemas, hints, media."""
 
 from __future__ import annotations
 

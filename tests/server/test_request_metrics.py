@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rootstock.engine.request import Finished, RequestId, Usage
@@ -40,6 +41,27 @@ def test_buckets_count_up_to_their_bounds_and_any_subset_can_be_shown() -> None:
         buckets.observe(value)
     assert buckets.sampled((1, 2, 5)) == ([("1.0", 2), ("2.0", 3), ("5.0", 3), ("+Inf", 4)], 10.0)
     assert buckets.sampled((2,)) == ([("2.0", 3), ("+Inf", 4)], 10.0)
+
+
+def test_values_that_are_observed_at_once_count_as_one_by_one() -> None:
+    values = np.concatenate(([0.0, 1.0, 2.0, 5.0, 9.0], np.random.default_rng(0).exponential(2.0, 100)))
+    at_once, one_by_one = Buckets((1, 2, 5)), Buckets((1, 2, 5))
+    at_once.observe_all(values)
+    for value in values:
+        one_by_one.observe(value)
+    counts, total = at_once.sampled((1, 2, 5))
+    assert counts == one_by_one.sampled((1, 2, 5))[0]
+    assert total == pytest.approx(one_by_one.sampled(())[1])
+    at_once.observe_all(np.empty(0))
+    assert at_once.sampled((1, 2, 5)) == (counts, total)
+
+
+def test_gaps_are_between_the_tokens_of_one_request() -> None:
+    series = Series()
+    times, requests = array("d", [1.0, 1.1, 1.5, 3.1]), array("i", [1, 0, 1, 0])
+    series.observe(info(Measured(3, 0.9, times, requests)))  # the third had no token
+    assert series.ttft_s.sampled(()) == ([("+Inf", 2)], pytest.approx(0.3))
+    assert series.itl_s.sampled(()) == ([("+Inf", 2)], pytest.approx(2.5))
 
 
 def test_phases_of_a_request_are_disjoint_and_add_up_to_its_time() -> None:

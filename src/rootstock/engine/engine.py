@@ -6,7 +6,6 @@ Each accepted request gets exactly one terminal event (`request_table.py`).
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -70,8 +69,6 @@ from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.detokenizer import Detokenizer
 from rootstock.text.prompts.salt import is_chosen_by_client
 from rootstock.text.tokenizer import ModelTokenizer
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

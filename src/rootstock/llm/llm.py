@@ -72,20 +72,14 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Tool] | None  # OpenAI's: functions that the model may call
     tool_choice: Any  # "auto", "none", "required", or a function by its name as OpenAI's API has it
-    response_format: (
-        Mapping[str, Any] | None
-    )  # OpenAI's: {"type": "json_schema", …} or {"type": "json_object"}
+    response_format: Mapping[str, Any] | None  # OpenAI's, of the type "json_schema" or "json_object"
     reasoning_budget: int | None  # tokens of reasoning, after which its end is forced
-    chat_template_kwargs: (
-        Mapping[str, Any] | None
-    )  # variables that the template reads, such as `enable_thinking`
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the template, such as `enable_thinking`
     continue_final_message: bool  # the answer goes on with the last message's text
     cache_salt: str | None  # prefixes are shared only with prompts of the same salt
     adapter: str | None  # a LoRA adapter by its name; without one the base model answers
     session: str | None  # names the conversation: the time until its next request is learnt
-    ttl_s: (
-        float | None
-    )  # how long prompt and answer are kept after their last use, within the server's bounds
+    ttl_s: float | None  # the time for which prompt and answer are kept after their last use, within bounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,7 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt, tenant)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
-        is_text = output is PLAIN or (not output.has_reasoning and not (tools and output.has_calls))
+        is_text = not output.has_reasoning and not (tools and output.has_calls)
         new_parser: Callable[[], DeltaParser] = TextOnly
         if not is_text:
             new_parser = partial(OutputParser, output, tools, end)
@@ -272,7 +272,7 @@ class ServedModel:
             return ()
         reasons = self.output.shows_reasoning
         ignored = [one for one in conversation.ignored if one.wants_reasoning is not reasons]
-        return (*ignored, *(mentioned(template.media) if template.media else ()))
+        return (*ignored, *mentioned(template.media))
 
     def _constraint(
         self,

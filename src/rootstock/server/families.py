@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -29,6 +31,14 @@ class Buckets:
         cells = self._cells
         cells[bisect_left(self._bounds, value)] += 1
         cells[-1] += value
+
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """Observes many values at once, in the time that Python needs for a few."""
+        places = np.searchsorted(self._bounds, values)  # as bisect_left finds them
+        counts = np.bincount(places, minlength=len(self._bounds) + 1).tolist()
+        self._cells = [
+            mine + its for mine, its in zip(self._cells, [*counts, float(values.sum())], strict=True)
+        ]
 
     def add(self, other: Buckets) -> None:
         """Adds the observations of another histogram with the same bounds."""

@@ -40,9 +40,8 @@ class Measured:
     submitted_at: float = 0.0
     token_times: array[float] = field(default_factory=lambda: array("d"))  # of the arrivals of tokens
     token_requests: array[int] = field(default_factory=lambda: array("i"))  # the index of each one's request
-    finished: list[tuple[Finished, int | None]] = field(
-        default_factory=list
-    )  # with the request's `max_tokens`
+    # The requests that ended with an answer, each with its `max_tokens`.
+    finished: list[tuple[Finished, int | None]] = field(default_factory=list)
     unanswered: Counter[str] = field(default_factory=Counter)  # requests by the reason of their end
 
 

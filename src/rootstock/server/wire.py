@@ -190,6 +190,7 @@ def hints_of(
     body: HintFields,
     head: HeaderHints,
     tenant: str,
+    cache_salt: str | None,
     marks: Sequence[PlacedMark] = (),
     warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
@@ -199,7 +200,7 @@ def hints_of(
     """
     if head is NO_HEAD and not marks and not warnings and HINT_FIELDS.isdisjoint(body.model_fields_set):
         return NO_HINTS
-    return sent_hints(body, head, tenant, getattr(body, "cache_salt", None), marks, warnings)
+    return sent_hints(body, head, tenant, cache_salt, marks, warnings)
 
 
 def _most_tokens(request: Request, context_limit: int) -> int:

@@ -102,7 +102,7 @@ def test_with_quantized_rows_cached_and_computed_answers_are_the_same(
 
 
 def test_a_copied_tier_serves_a_copy_of_its_model(tmp_path: Path) -> None:
-    """As on another machine: the model and the tier are in other places."""
+    """Another machine has the model and the tier at other paths."""
     model = save(tmp_path / "model", "qwen3_next")
     with Served(model, tmp_path / "tier") as served:
         first = served.answer(PROMPT)

@@ -7,6 +7,7 @@ and counts while the sampled tokens equal the draft. Drafts change the number of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Listed
 
 import numpy as np
@@ -28,12 +29,12 @@ SHARED_TOKENS = 1 << 17  # kept of one namespace's last requests: 3 MiB with the
 SHARED_NAMESPACES = 8  # kept, those used last
 
 
-class Proposer(Part):
+class Proposer(Part, ABC):
     """Source of drafts for the scheduler. A wrong draft costs time and never changes an answer."""
 
+    @abstractmethod
     def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
         """Proposes a draft for each of these decoding sequences, at most `room` tokens together."""
-        raise NotImplementedError
 
     def completed(self, sequence: Sequence, lease: Lease) -> None:
         """Learns from a complete sequence, whose lease has all its tokens."""

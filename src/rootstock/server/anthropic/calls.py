@@ -33,7 +33,7 @@ def messages_call(
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
-    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)

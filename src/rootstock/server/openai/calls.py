@@ -47,7 +47,7 @@ def chat_call(
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
     diagnose = None
     if body.prompt_cache_options is not None:
         diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
@@ -85,7 +85,7 @@ def completion_call(
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
     prompts = prompts_of(sent, model.tokenizer)
-    hints = hints_of(body, head, tenant)
+    hints = hints_of(body, head, tenant, body.cache_salt)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,

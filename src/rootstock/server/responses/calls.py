@@ -108,7 +108,7 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = hints_of(body, head, tenant, chat.prompt.marks, chat.ignored)
+        hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
         diagnose = None
         if body.prompt_cache_options is not None:
             diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
