@@ -90,4 +90,8 @@ def as_graph(bench: Bench, call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(keep: Callable[[], object] = call) -> None:  # a graph does not keep the tensors that it reads
+        graph.replay()
+
+    return replay

@@ -21,7 +21,7 @@ TESTS = (
     "tests/runtime/torch/test_compiled_kernel.py",
     "tests/kernels/test_triton_attention.py",
 )
-OPTIONAL = {"openai"}  # of the demo
+OPTIONAL = {"openai", "mlx", "mlx_lm"}  # of the demo, and the other runtime
 
 
 def environment(bench: Bench) -> Iterator[Row]:

@@ -9,9 +9,9 @@ limit_mib=64
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 "$python" -m pip download --quiet --dest "$wheels" --only-binary=:all: --implementation cp --python-version 3.12 \
-  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+  --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
   --constraint "$root/constraints.txt" \
-  fastapi uvicorn httptools pydantic httpx prometheus-client typer rich xxhash jinja2 hypothesis pytest
+  fastapi llguidance uvicorn httptools pydantic httpx prometheus-client typer rich xxhash jinja2 hypothesis pytest
 rm -rf "$here/packages"
 mkdir "$here/packages"
 for wheel in "$wheels"/*.whl; do

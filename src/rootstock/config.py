@@ -235,7 +235,7 @@ class ModelConfig:
     state_dtype: str = "auto"  # dtype of cached recurrent states; auto: the dtype that the model computes
     quantize: str = "none"  # weights of linear layers; other weights keep their dtype
     kv_dtype: str = "auto"  # dtype of cached K and V; auto: the dtype that the model computes
-    cuda_graphs: bool = False  # record decodes as CUDA graphs; off until they have run on a device
+    cuda_graphs: bool | None = None  # record decodes as CUDA graphs; None: on CUDA devices
     attention: str = "auto"  # kernel of decodes on a CPU; auto: Numba's where Numba can be imported
     memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
     adapters: tuple[AdapterConfig, ...] = ()

@@ -198,7 +198,7 @@ def _torch_kernels() -> Iterator[Finding]:
             "" if compiled else "Install triton, if the GPU supports it: attention reads K and V in place."
         )
         yield Finding("attention", value, remedy)
-        yield Finding("CUDA graphs", "for decodes, with --cuda-graphs")
+        yield Finding("CUDA graphs", "for decodes, but with --eager")
 
 
 def _matrix_units() -> Finding:

@@ -32,6 +32,7 @@ VLLM_NAMES = {
     "max-model-len": "context-limit",
     "lora-modules": "adapter",
     "kv-cache-dtype": "kv-dtype",
+    "enforce-eager": "eager",
     "enable-prefix-caching": "cache",
     "no-enable-prefix-caching": "no-cache",
 }
@@ -79,7 +80,8 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
 def option(panel: str, name: str, help: str, **more: Any) -> Any:
     """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
     ours = name.split("/")[0].removeprefix("--")
-    theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
+    given = [each.removeprefix("--") for each in name.split("/")]
+    theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in given)
     variables = [
         f"{ENV_PREFIX}_{each.upper().replace('-', '_')}"
         for each in (ours, *(old for old, now in EARLIER_NAMES.items() if now == ours))
@@ -216,11 +218,12 @@ TrustRemoteCode = Annotated[
     bool, option(MODEL, "--trust-remote-code", "Run Python code that comes with the model.")
 ]
 CudaGraphs = Annotated[
-    bool,
+    bool | None,
     option(
         MODEL,
-        "--cuda-graphs",
+        "--cuda-graphs/--eager",
         "Run decode steps as CUDA graphs. They are compared with eager steps at startup.",
+        show_default="on CUDA devices",
     ),
 ]
 Attention = Annotated[

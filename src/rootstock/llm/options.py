@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     state_dtype: str
     quantize: str
     kv_dtype: str
-    cuda_graphs: bool
+    cuda_graphs: bool | None
     attention: str
     memory_check: bool
     adapters: Mapping[str, str | Path]  # name → directory of a LoRA adapter

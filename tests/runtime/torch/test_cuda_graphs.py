@@ -82,8 +82,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             "rootstock.kernels.cuda.triton_attention",
             SimpleNamespace(TritonAttention=FromTensors),
         )
-    elif importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+    elif importlib.util.find_spec("triton") is None or torch.cuda.is_available():
+        pytest.skip("triton's interpreter is needed")
 
 
 def recorded(directory: Path, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
@@ -165,7 +165,7 @@ def test_models_whose_steps_depend_on_the_host_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         runtime = recorded(save(tmp_path, model_type), refuse, monkeypatch)
     assert runtime._graphs is None
     (said,) = [record.getMessage() for record in caplog.records if record.name == cuda_graphs.__name__]

@@ -80,7 +80,7 @@ def record_decodes(
     """
     unfit = unfit_for_graphs(pool)
     if unfit is not None:
-        _log.warning("Decodes run without CUDA graphs: %s", unfit)
+        _log.info("Decodes run without CUDA graphs: %s", unfit)
         return None
     try:
         return _recorded(model, served, pool, blocks, plain, cuda_capture(pool.device))

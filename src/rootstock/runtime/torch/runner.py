@@ -191,7 +191,8 @@ def load_model(
         packing.kept,
         lambda source: refuse_large_adapter(source, dtype, device) if config.memory_check else None,
     )
-    return TorchRuntime(model, stored, with_graphs=config.cuda_graphs, adapters=adapters)
+    with_graphs = device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
+    return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters)
 
 
 def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dtype, demands: Demands) -> None:
