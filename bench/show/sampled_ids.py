@@ -67,9 +67,7 @@ def ids_of(tokenizer: PromptTokenizer, parts: Sequence[str], rng: random.Random)
 def prompt_of(
     tokenizer: PromptTokenizer, messages: Sequence[Message], tools: Sequence[Any] = ()
 ) -> ChatPrompt:
-    return chat_prompt(
-        escaped(template_of(tokenizer.model_tokenizer, messages, tools), tokenizer), tokenizer, ""
-    )
+    return chat_prompt(escaped(template_of(tokenizer.model_tokenizer, messages, tools), tokenizer), tokenizer)
 
 
 def said(rng: random.Random) -> str:

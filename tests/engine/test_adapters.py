@@ -41,8 +41,18 @@ def test_adapters_share_no_prefix_with_each_other_or_the_base(
             assert client.tokens == bench.alone(PROMPT, 6, adapter)
             assert turn or client.finished.usage.cached_tokens == 0
             assert turn < 2 or client.finished.usage.cached_tokens > 0
-    assert bench.engine.explain(np.array(PROMPT, np.int32), adapter=chosen[1]).matched_tokens > 0
-    assert bench.engine.explain(np.array(PROMPT, np.int32), "another", chosen[1]).matched_tokens == 0
+    assert (
+        bench.engine.explain(
+            np.array(PROMPT, np.int32), bench.engine.namespace(adapter=chosen[1])
+        ).matched_tokens
+        > 0
+    )
+    assert (
+        bench.engine.explain(
+            np.array(PROMPT, np.int32), bench.engine.namespace("another", chosen[1])
+        ).matched_tokens
+        == 0
+    )
 
 
 @pytest.mark.behaviour(46)
@@ -56,8 +66,10 @@ def test_clearing_a_tenant_clears_its_prefixes_of_every_adapter(adapters: list[P
     bench.engine.clear_cache("one")
     bench.cache.check()
     prompt = np.array(PROMPT, np.int32)
-    assert bench.engine.explain(prompt, "one", adapter).matched_tokens == 0
-    assert bench.engine.explain(prompt, "two", adapter).matched_tokens > 0, "a later load finds them"
+    assert bench.engine.explain(prompt, bench.engine.namespace("one", adapter)).matched_tokens == 0
+    assert bench.engine.explain(prompt, bench.engine.namespace("two", adapter)).matched_tokens > 0, (
+        "a later load finds them"
+    )
 
 
 @pytest.mark.behaviour(40)

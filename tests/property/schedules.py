@@ -667,7 +667,7 @@ class Pinning:
             tokens = clients[int(self._rng.integers(len(clients)))].request.tokens
             tokens = tokens[: int(self._rng.integers(1, len(tokens) + 1))]
             salt = str(self._rng.choice(["", "tenant"]))
-            pinned = self._engine.pin(tokens, salt, str(self._rng.choice(["", "a"])))
+            pinned = self._engine.pin(tokens, str(self._rng.choice(["", "a"])), self._engine.namespace(salt))
             self.pinned += isinstance(pinned, Pinned)
         elif kind < 0.12 and (pins := self._engine.pins()):
             assert self._engine.release_pin(pins[int(self._rng.integers(len(pins)))].id)

@@ -67,7 +67,7 @@ from rootstock.runtime.base import Runtime
 from rootstock.text.constraints.compiler import ConstraintCompiler
 from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.detokenizer import Detokenizer
-from rootstock.text.prompts.salt import is_chosen_by_client
+from rootstock.text.prompts.owner import is_chosen_by_client
 from rootstock.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
@@ -238,12 +238,19 @@ class Engine:
             self._runtime.unload_adapter(fingerprint)
         self._has_nameless_adapters = bool(nameless & in_use)
 
-    def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
-        """Returns the namespaces of a prompt. With a salt that a client chose, the whole prompt is private."""
-        namespace = self.namespace(salt, adapter)
-        if self.public_heads is None or is_chosen_by_client(salt):
+    def scope(self, tokens: Tokens, namespace: Namespace | None = None) -> Scope:
+        """Returns the namespaces of a prompt; None: without a salt, of the base model.
+
+        With a salt that a client chose, the whole prompt is private.
+        """
+        namespace = namespace or self._namespace
+        if self.public_heads is None or is_chosen_by_client(namespace.salt):
             return Scope(namespace)
         return Scope(namespace, self.public_heads.longest(tokens))
+
+    def scope_of(self, asked: Request | IdlePrefill) -> Scope:
+        """Returns the namespaces of a request's prompt."""
+        return self.scope(asked.tokens, self.namespace(asked.salt, asked.adapter))
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
@@ -285,9 +292,9 @@ class Engine:
         self._refuse_unloaded(request)
         self.parts.idle_prefills.submit(prefill)
 
-    def cached_tokens(self, tokens: Tokens, salt: str = "", adapter: str = "") -> int:
+    def cached_tokens(self, tokens: Tokens, namespace: Namespace | None = None) -> int:
         """Returns how many of the tokens are in memory now, for a prompt that begins with all of them."""
-        scope = self.scope(tokens, salt, adapter)
+        scope = self.scope(tokens, namespace)
         longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
         return self.call(
             lambda: self._cache.match(longer, scope.namespace, public_tokens=scope.public_tokens).length
@@ -311,7 +318,7 @@ class Engine:
         return Sequence(
             request=request,
             sink=sink,
-            scope=self.scope(request.tokens, request.salt, request.adapter),
+            scope=self.scope_of(request),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
                 request.sampling,
@@ -360,10 +367,10 @@ class Engine:
             if not ended:
                 self.abort(request.id)
 
-    def explain(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Explanation:
+    def explain(self, tokens: Tokens, namespace: Namespace | None = None) -> Explanation:
         """Explains which prefix a request with these tokens would hit now, and why no deeper one."""
 
-        scope = self.scope(tokens, salt, adapter)
+        scope = self.scope(tokens, namespace)
 
         def explain() -> Explanation:
             match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
@@ -398,9 +405,11 @@ class Engine:
 
         return self.call(stats)
 
-    def pin(self, tokens: Tokens, salt: str = "", tenant: str = "", adapter: str = "") -> Pinned | PinRefused:
-        """Keeps the cached part of a prefix until it is released."""
-        scope = self.scope(tokens, salt, adapter)
+    def pin(
+        self, tokens: Tokens, tenant: str = "", namespace: Namespace | None = None
+    ) -> Pinned | PinRefused:
+        """Keeps the cached part of a prefix for a tenant until it is released."""
+        scope = self.scope(tokens, namespace)
         return self.call(
             lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
         )

@@ -12,12 +12,13 @@ from rootstock.cache.plan import Plan, Store
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.activity import Activity
-from rootstock.engine.idle.prefills import IdlePrefills
+from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
 from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleWork
 from rootstock.engine.memory_watch import MemoryGuard, MemoryWatch
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.parts import Part, PartHooks
+from rootstock.engine.request import Request
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.share_price import SharePrice
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
@@ -38,7 +39,7 @@ class Owner(Protocol):
         """Queues a function for the engine's thread, from any thread."""
         ...
 
-    def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope: ...
+    def scope_of(self, asked: Request | IdlePrefill) -> Scope: ...
 
 
 class PlanExecutor:
@@ -123,10 +124,10 @@ class EngineParts:
             )
         if config.idle_work and cache.reuse:
             prefills = IdlePrefills(
-                runtime, cache, config.chunk_tokens, apply, tiers, clock, engine.run_soon, engine.scope
+                runtime, cache, config.chunk_tokens, apply, tiers, clock, engine.run_soon, engine.scope_of
             )
             if tiers is not None:
-                returns = AwaitedReturns(cache, prefills, clock, engine.scope)
+                returns = AwaitedReturns(cache, prefills, clock, engine.scope_of)
                 prefills.expect = returns.expect
         activity = Activity(clock)
         parts: tuple[Part | None, ...] = (

@@ -51,8 +51,8 @@ from rootstock.text.constraints.openai_fields import constraint_of
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import refuse_unread_variables
 from rootstock.text.prompts.explained import explained_in_words
+from rootstock.text.prompts.owner import PromptOwner, salt_of
 from rootstock.text.prompts.prompt_tokenizer import text_tokens
-from rootstock.text.prompts.salt import salt_of
 from rootstock.text.tokenizer import ModelTokenizer
 
 S = TypeVar("S")
@@ -376,7 +376,7 @@ class LLM:
 
     def _explain(self, asked: _Asked, use: _Use) -> Explanation:
         with self._open() as engine:
-            found = engine.explain(asked.tokens, use.salt, self._adapter(use))
+            found = engine.explain(asked.tokens, engine.namespace(use.salt, self._adapter(use)))
         return replace(found, message=explained_in_words(found, asked.tokens, self.tokenizer))
 
     # ------------------------------------------------------------------------------------ the adapters
@@ -435,7 +435,7 @@ class LLM:
             )
             constraint = constraint_of({"response_format": options.get("response_format")})
             chat = model.prepared_chat(
-                conversation, use.salt, "", constraint, options.get("reasoning_budget")
+                conversation, PromptOwner.of("", use.cache_salt), constraint, options.get("reasoning_budget")
             )
         return _Asked(None, chat.prompt.tokens, chat, _hints_of(options))
 

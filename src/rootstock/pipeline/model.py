@@ -36,6 +36,7 @@ from rootstock.text.output.parser import OutputParser
 from rootstock.text.output.reasoning_tokens import CountingParser
 from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
 from rootstock.text.prompts.sampled_answers import AnswerPlace
 from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
@@ -62,7 +63,7 @@ class PreparedChat:
     model: str
     template: TemplateInput
     prompt: ChatPrompt
-    salt: str
+    owner: PromptOwner
     new_parser: Callable[[], DeltaParser]
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
@@ -92,7 +93,7 @@ class PreparedChat:
             choices,
             sampling,
             stop,
-            salt=self.salt,
+            salt=self.owner.salt,
             boundaries=self.prompt.boundaries,
             visible_tokens=self.visible_tokens,
             place=self.prompt.place,
@@ -220,8 +221,7 @@ class ServedModel:
     def prepared_chat(
         self,
         conversation: Conversation,
-        salt: str,
-        tenant: str,
+        owner: PromptOwner = ANYBODY,
         asked: Constraint | None = None,
         reasoning_budget: int | None = None,
     ) -> PreparedChat:
@@ -240,9 +240,9 @@ class ServedModel:
             refuse_media(template.media)
         text = escaped(template, self.tokenizer, parse=self.rules.parse_special_tokens)
         make = chat_with_boundaries if self.wants_boundaries else chat_with_marks
-        prompt = make(text, self.tokenizer, salt, tenant)
+        prompt = make(text, self.tokenizer, owner)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
-        constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt, tenant)
+        constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), owner)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
         is_text = not output.has_reasoning and not (tools and output.has_calls)
@@ -251,13 +251,13 @@ class ServedModel:
             new_parser = partial(OutputParser, output, tools, end)
         next_turn = None
         if self.next_turns is not None:
-            turn = NextTurn(conversation, salt, tenant, 4 * len(prompt.tokens), new_parser, self.adapter)
+            turn = NextTurn(conversation, owner, 4 * len(prompt.tokens), new_parser, self.adapter)
             next_turn = partial(self.next_turns.answered, turn)
         return PreparedChat(
             self.name,
             template,
             prompt,
-            salt,
+            owner,
             new_parser if is_text else lambda: CountingParser(RememberingParser(new_parser(), prompt.place)),
             frozenset() if is_text else self.visible_tokens,
             constraint=constraint,
@@ -299,7 +299,7 @@ class ServedModel:
         reasoning = None if found is None else replace(found, budget_tokens=reasoning_budget)
         return replace(asked or Constraint(param="reasoning_budget"), reasoning=reasoning)
 
-    def compiled(self, constraint: Constraint | None, salt: str, tenant: str) -> CompiledConstraint | None:
+    def compiled(self, constraint: Constraint | None, owner: PromptOwner) -> CompiledConstraint | None:
         """Compiles a constraint: not for an event loop.
 
         Raises ConstraintRefused, InvalidParameter, Unsupported, CompilerBusy and EngineStopped.
@@ -308,4 +308,4 @@ class ServedModel:
             return None
         if self.constraints is None:
             raise Unsupported(constraint.param, "This model has no tokenizer. Leave it out.")
-        return self.constraints.compile(constraint, salt, tenant)
+        return self.constraints.compile(constraint, owner)

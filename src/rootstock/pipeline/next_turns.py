@@ -15,6 +15,7 @@ from rootstock.errors import RootstockError
 from rootstock.text.conversation.types import Conversation
 from rootstock.text.output.deltas import DeltaParser, answer_of
 from rootstock.text.prompts.next_turn import known_prefixes
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,7 @@ class NextTurn:
     """The next turn of a conversation, whose answer is not known yet."""
 
     conversation: Conversation
-    salt: str
-    tenant: str
+    owner: PromptOwner
     prompt_chars: int
     new_parser: Callable[[], DeltaParser]  # of the answer
     adapter: str = ""
@@ -63,7 +63,7 @@ class NextTurns:
         answered = _Answered(turn, texts, turn.prompt_chars + sum(map(len, texts)))
         with self._lock:
             self._waiting.append(answered)
-            own = [each for each in self._waiting if each.turn.tenant == turn.tenant]
+            own = [each for each in self._waiting if each.turn.owner.tenant == turn.owner.tenant]
             if len(own) > MOST_OF_TENANT:
                 self._waiting.remove(own[0])
                 self.counts["dropped"] += 1
@@ -101,16 +101,14 @@ class NextTurns:
     def _submit(self, answered: _Answered) -> None:
         turn, parser = answered.turn, answered.turn.new_parser()
         answer = answer_of([*parser.push("".join(answered.texts)), *parser.finish()])
-        prefixes = known_prefixes(
-            turn.conversation, answer, self._tokenizer, turn.salt, turn.tenant, parse=self._parse
-        )
+        prefixes = known_prefixes(turn.conversation, answer, self._tokenizer, turn.owner, parse=self._parse)
         for tokens in prefixes:
             self._engine.prefill_in_idle_time(
                 IdlePrefill(
                     IdleKind.NEXT_TURN,
                     tokens,
-                    turn.salt,
-                    turn.tenant or turn.salt,
+                    turn.owner.salt,
+                    turn.owner.share,
                     end=CheckpointKind.ANSWER,
                     adapter=turn.adapter,
                     comes_back=bool(answer.calls),

@@ -49,7 +49,7 @@ from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.sessions import LOGIN_PATH, LoginSession, LoginSessions
 from rootstock.server.tenant_labels import shown_tenant
 from rootstock.server.wrong_keys import WrongKeys
-from rootstock.text.prompts.salt import refuse_long
+from rootstock.text.prompts.owner import refuse_long
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)

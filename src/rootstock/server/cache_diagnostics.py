@@ -34,23 +34,21 @@ _OPENAI_REASONS = {
 _OPENAI_SETTINGS = dict.fromkeys(("reasoning_effort", *REASONING_SWITCHES), "reasoning_effort_changed")
 
 
-def anthropic_diagnose(
-    model: ServedModel, chat: PreparedChat, tenant: str, previous_message: str | None
-) -> Diagnose:
+def anthropic_diagnose(model: ServedModel, chat: PreparedChat, previous_message: str | None) -> Diagnose:
     """Compares a chat with the earlier one that a client of Anthropic's names; None on a first turn."""
     if previous_message is None:
         return partial(anthropic_diagnostics, comparison=None)
-    found = model.fingerprints.compare(chat.salt, tenant, previous_message, chat.fingerprint)
+    found = model.fingerprints.compare(chat.owner, previous_message, chat.fingerprint)
     return partial(anthropic_diagnostics, comparison=found)
 
 
 def openai_diagnose(
-    model: ServedModel, chat: PreparedChat, tenant: str, comparison_response: str | None
+    model: ServedModel, chat: PreparedChat, comparison_response: str | None
 ) -> Diagnose | None:
     """Compares a chat with the earlier one that a client of OpenAI's names. None: it names none."""
     if comparison_response is None:
         return None
-    found = model.fingerprints.compare(chat.salt, tenant, comparison_response, chat.fingerprint)
+    found = model.fingerprints.compare(chat.owner, comparison_response, chat.fingerprint)
     return partial(openai_diagnostics, comparison=found)
 
 

@@ -26,7 +26,7 @@ from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.prompt_bodies import StateRoute
 from rootstock.text.prompts.explained import volatile_in_words
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import salt_of
 from rootstock.text.tokenizer import ModelTokenizer
 
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span

@@ -42,7 +42,7 @@ class ExplainedPrompt:
         prompt = chat.prompt
         return ExplainedPrompt(
             prompt.tokens,
-            chat.salt,
+            chat.owner.salt,
             prompt.sampled_tokens,
             chat.dropped,
             prompt.boundaries,
@@ -69,7 +69,7 @@ class Explainer:
         return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
 
     def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:
-        explanation = model.engine.explain(prompt.tokens, prompt.salt, prompt.adapter)
+        explanation = model.engine.explain(prompt.tokens, model.engine.namespace(prompt.salt, prompt.adapter))
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()
         told = _explained(explanation, prompt.tokens, model.model_tokenizer)

@@ -46,7 +46,9 @@ def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig
 
         def pinned(model: ServedModel) -> Json:
             prompt = make_prompt(model)
-            found = model.engine.pin(prompt.tokens, prompt.salt, tenant, prompt.adapter)
+            found = model.engine.pin(
+                prompt.tokens, tenant, model.engine.namespace(prompt.salt, prompt.adapter)
+            )
             if isinstance(found, PinRefused):
                 raise PinNotGranted(found.reason)
             return pin_body(found)

@@ -34,6 +34,7 @@ from rootstock.server.hints.sent import HINT_FIELDS, NO_HINTS, SentHints, sent_h
 from rootstock.text.conversation.types import IgnoredField, Medium
 from rootstock.text.conversation.volatile_heads import DroppedHead
 from rootstock.text.limits import MAX_LOGPROBS
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
@@ -189,8 +190,7 @@ class ApiCall:
 def hints_of(
     body: HintFields,
     head: HeaderHints,
-    tenant: str,
-    cache_salt: str | None,
+    owner: PromptOwner,
     marks: Sequence[PlacedMark] = (),
     warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
@@ -200,7 +200,7 @@ def hints_of(
     """
     if head is NO_HEAD and not marks and not warnings and HINT_FIELDS.isdisjoint(body.model_fields_set):
         return NO_HINTS
-    return sent_hints(body, head, tenant, cache_salt, marks, warnings)
+    return sent_hints(body, head, owner, marks, warnings)
 
 
 def _most_tokens(request: Request, context_limit: int) -> int:

@@ -20,6 +20,7 @@ from rootstock.server.hints.sent import NO_HINTS, SentHints, sent_hints
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.text.conversation.types import PrefixMark
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
 
 Json = dict[str, Any]
@@ -43,7 +44,7 @@ def read(
     fields: Json, route: str = "chat", *, marks: tuple[PlacedMark, ...] = (), **headers: str
 ) -> SentHints:
     schema, needed = ROUTES[route]
-    return sent_hints(schema.model_validate(needed | fields), head(**headers), "ann", None, marks)
+    return sent_hints(schema.model_validate(needed | fields), head(**headers), PromptOwner.of("ann"), marks)
 
 
 def cache(fields: Json, route: str = "chat", **more: Any) -> CacheHints:
@@ -448,7 +449,7 @@ def test_an_answer_tells_the_most_severe_decision_about_each_hint() -> None:
 
 def test_a_salts_sessions_are_no_other_salts() -> None:
     body = ChatCompletionRequest(messages=USER, prompt_cache_key="s")
-    found = [sent_hints(body, HeaderHints(), "", salt) for salt in (None, "a", "b", "a")]
+    found = [sent_hints(body, HeaderHints(), PromptOwner.of("", salt)) for salt in (None, "a", "b", "a")]
     names = [each.cache.session for each in found if each.cache is not None]
     assert names[0] == "s"
     assert len(set(names)) == 3

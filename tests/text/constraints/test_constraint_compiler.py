@@ -22,6 +22,7 @@ from rootstock.text.constraints.asked import (
 from rootstock.text.constraints.compiled import CompiledConstraint
 from rootstock.text.constraints.json_schema import FORMATS, json_schema_of, schemas_in
 from rootstock.text.constraints.repetitions import largest_written_out, written_out
+from rootstock.text.prompts.owner import PromptOwner
 from text.constraints.helpers import BYTES, accepts, byte_compiler, random_answer
 
 MANY = "{999999999999999999}"
@@ -250,12 +251,14 @@ def test_an_opening_without_its_end_is_searched_once() -> None:
 
 def test_a_grammar_is_compiled_once_for_each_salt() -> None:
     compiler = byte_compiler()
-    first = compiler.compile(Constraint(Regex("abc")), "one").grammar
-    assert compiler.compile(Constraint(Regex("abc"), param="other"), "one").grammar is first
-    assert compiler.compile(Constraint(Regex("abc")), "two").grammar is not first
+    first = compiler.compile(Constraint(Regex("abc")), PromptOwner(salt="one")).grammar
+    assert compiler.compile(Constraint(Regex("abc"), param="other"), PromptOwner(salt="one")).grammar is first
+    assert compiler.compile(Constraint(Regex("abc")), PromptOwner(salt="two")).grammar is not first
     for number in range(70):
-        compiler.compile(Constraint(Regex(f"x{number}")), "one")
-    assert compiler.compile(Constraint(Regex("abc")), "one").grammar is not first, "the oldest are dropped"
+        compiler.compile(Constraint(Regex(f"x{number}")), PromptOwner(salt="one"))
+    assert compiler.compile(Constraint(Regex("abc")), PromptOwner(salt="one")).grammar is not first, (
+        "the oldest are dropped"
+    )
 
 
 def test_states_that_requests_share_are_built_anew_when_they_are_used_up() -> None:

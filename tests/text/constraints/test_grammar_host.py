@@ -26,6 +26,7 @@ from rootstock.text.constraints.host import HOST, GrammarHost, GrammarLost
 from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.constraints.turns import CompileTurns, refuse_gone
 from rootstock.text.constraints.vocabulary import Vocabulary
+from rootstock.text.prompts.owner import PromptOwner
 from text.constraints.helpers import BYTES, VOCAB, random_answer
 from waiting import HANG_S, wait_until
 
@@ -95,7 +96,7 @@ def test_the_end_of_a_process_fails_its_answers_alone() -> None:
     going_on.accept(ord("c"))
     going_on.settle()
     assert random_answer(other, BYTES, VOCAB, BYTES.eos_token_ids, 1)[1]
-    again = made.compile(Constraint(Regex("[ab]{9}")), "another salt")
+    again = made.compile(Constraint(Regex("[ab]{9}")), PromptOwner(salt="another"))
     assert random_answer(again, BYTES, VOCAB, BYTES.eos_token_ids, 1)[1]
 
 

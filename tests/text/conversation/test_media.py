@@ -85,7 +85,7 @@ def test_the_line_in_the_prompt_of_any_template_holds_no_control_token(template:
         asked = {"role": "user", "content": content if role == "user" else "Go on."}
         conversation = Conversation(messages_of([asked, *turns]))
         made = escaped(template_input(conversation, tokenizer), prompts, parse=False)
-        return [int(token) for token in chat_with_boundaries(made, prompts, "").tokens]
+        return [int(token) for token in chat_with_boundaries(made, prompts).tokens]
 
     for role in ("user", "assistant", *(() if template in WITHOUT_TOOLS else ("tool",))):
         plain = tokens({"type": "text", "text": "[A file]"}, role)

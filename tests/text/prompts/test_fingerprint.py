@@ -30,6 +30,7 @@ from rootstock.text.prompts.fingerprint import (
     compared,
     fingerprint_of,
 )
+from rootstock.text.prompts.owner import PromptOwner
 
 SYSTEM = Message("system", (Text("Be brief."),))
 ASKED = Message("user", (Text("What is a tree?"),))
@@ -128,22 +129,22 @@ def test_the_changed_setting_and_message_are_named() -> None:
 
 
 def test_answers_of_other_tenants_and_salts_are_not_found() -> None:
-    kept = Fingerprints(20_000)
-    kept.add("salt", "tenant", "msg_1", taken())
-    assert isinstance(kept.compare("salt", "tenant", "msg_1", taken()), Comparison)
-    for salt, tenant, answer in (
-        ("other", "tenant", "msg_1"),
-        ("salt", "", "msg_1"),
-        ("salt", "tenant", "msg_2"),
+    kept, owner = Fingerprints(20_000), PromptOwner("tenant", "salt")
+    kept.add(owner, "msg_1", taken())
+    assert isinstance(kept.compare(owner, "msg_1", taken()), Comparison)
+    for other, answer in (
+        (PromptOwner("tenant", "other"), "msg_1"),
+        (PromptOwner("", "salt"), "msg_1"),
+        (owner, "msg_2"),
+        (owner, "msg_\ud800"),
     ):
-        assert kept.compare(salt, tenant, answer, taken()) == EarlierNotFound()
-    assert kept.compare("salt", "tenant", "msg_\ud800", taken()) == EarlierNotFound()
+        assert kept.compare(other, answer, taken()) == EarlierNotFound()
     for number in range(100):
-        kept.add("salt", "tenant", f"msg_{number}", taken())
-    assert kept.compare("salt", "tenant", "msg_1", taken()) == EarlierNotFound()
-    assert kept.compare("salt", "tenant", "msg_99", taken()).change is None  # type: ignore[union-attr]
+        kept.add(owner, f"msg_{number}", taken())
+    assert kept.compare(owner, "msg_1", taken()) == EarlierNotFound()
+    assert kept.compare(owner, "msg_99", taken()).change is None  # type: ignore[union-attr]
     kept.forget("salt")
-    assert kept.compare("salt", "tenant", "msg_99", taken()) == EarlierNotFound()
+    assert kept.compare(owner, "msg_99", taken()) == EarlierNotFound()
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,8 @@ class IdlePrefills(Part):
         tier_connector: TierConnector | None,
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
-        scope_of: Callable[[Tokens, str, str], Scope],
+        scope_of: Callable[[IdlePrefill], Scope],
     ) -> None:
-        """`scope_of` returns the scope of tokens under a salt, with an adapter."""
         self._runtime = runtime
         self._cache = cache
         self._apply = apply
@@ -156,7 +155,7 @@ class IdlePrefills(Part):
 
     def submit(self, prefill: IdlePrefill) -> None:
         """Queues a prefill. Raises IdleWorkFull and EngineStopped."""
-        scope = self._scope_of(prefill.tokens, prefill.salt, prefill.adapter)
+        scope = self._scope_of(prefill)
         job = _PrefillJob(prefill, scope, self._clock())
         with self._lock:
             if self._closed:

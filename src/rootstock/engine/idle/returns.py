@@ -15,7 +15,6 @@ import numpy as np
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
-from rootstock.cache.types import Tokens
 from rootstock.engine.idle.prefills import (
     LEAST_GAIN,
     IdleEnd,
@@ -56,7 +55,7 @@ class AwaitedReturns(Part):
         cache: KVCache,
         prefills: IdlePrefills,
         clock: Callable[[], float],
-        scope_of: Callable[[Tokens, str, str], Scope],
+        scope_of: Callable[[IdlePrefill], Scope],
     ) -> None:
         self._cache = cache
         self._prefills = prefills
@@ -72,7 +71,7 @@ class AwaitedReturns(Part):
 
     def expect(self, prefill: IdlePrefill) -> None:
         """Awaits the return of the conversation whose next request begins with the prefill's tokens."""
-        scope = self._scope_of(prefill.tokens, prefill.salt, prefill.adapter)
+        scope = self._scope_of(prefill)
         awaited = _Awaited(prefill, scope, self._clock())
         self._awaited[awaited] = None
         self._tokens += len(prefill.tokens)

@@ -17,7 +17,7 @@ from rootstock.server.wire import ApiCall, Json, call_of, hints_of
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import PromptOwner
 
 
 def messages_call(
@@ -27,17 +27,15 @@ def messages_call(
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
-    salt = salt_of(tenant, body.cache_salt)
+    owner = PromptOwner.of(tenant, body.cache_salt)
     thought = body.thought()
-    conversation, chat, applied = _prepared(
-        model, body, salt, tenant, _constraint(body), thought.budget_tokens
-    )
+    conversation, chat, applied = _prepared(model, body, owner, _constraint(body), thought.budget_tokens)
     prompt_tokens = len(chat.prompt.tokens)
-    hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, owner, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
-    diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)
-    model.fingerprints.add(salt, tenant, id, chat.fingerprint)
+    diagnose = None if asked is None else anthropic_diagnose(model, chat, asked.previous_message_id)
+    model.fingerprints.add(owner, id, chat.fingerprint)
     format = MessageFormat(
         id,
         # The name of the request: Claude Code drops the thinking of answers that name another model.
@@ -61,8 +59,7 @@ def messages_call(
 def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    salt = salt_of(tenant, body.cache_salt)
-    _, chat, applied = _prepared(model, body, salt, tenant)
+    _, chat, applied = _prepared(model, body, PromptOwner.of(tenant, body.cache_salt))
     prompt_tokens = len(chat.prompt.tokens)
     counted: Json = {"input_tokens": prompt_tokens}
     if applied is not None:
@@ -74,15 +71,14 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
 def explained_prompt(model: ServedModel, body: PromptFields, tenant: str) -> ExplainedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    _, chat, _ = _prepared(model, body, salt_of(tenant, body.cache_salt), tenant)
+    _, chat, _ = _prepared(model, body, PromptOwner.of(tenant, body.cache_salt))
     return ExplainedPrompt.of_chat(chat)
 
 
 def _prepared(
     model: ServedModel,
     body: PromptFields,
-    salt: str,
-    tenant: str,
+    owner: PromptOwner,
     asked: Constraint | None = None,
     reasoning_budget: int | None = None,
 ) -> tuple[Conversation, PreparedChat, list[Json] | None]:
@@ -92,13 +88,13 @@ def _prepared(
 
     def count(counted: Conversation) -> int:
         try:
-            return len(model.prepared_chat(counted, salt, tenant).prompt.tokens)
+            return len(model.prepared_chat(counted, owner).prompt.tokens)
         except PromptTextTooLong as error:
             return error.limit_tokens + 1  # at least: the edits may bring it below the limit
 
     found = edited(conversation, edits, count)
     applied = None if body.context_management is None else list(map(dict, found.applied))
-    chat = model.prepared_chat(found.conversation, salt, tenant, asked, reasoning_budget)
+    chat = model.prepared_chat(found.conversation, owner, asked, reasoning_budget)
     return found.conversation, chat, applied
 
 

@@ -367,9 +367,7 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
         if name is None:
             return _refused("Not pinned: the LoRA adapter of this prefix is not loaded.")
         refuse_model_of_others(request, name)
-        pinned = await asyncio.to_thread(
-            watched.model.engine.pin, tokens, namespace.salt, owner, namespace.adapter
-        )
+        pinned = await asyncio.to_thread(watched.model.engine.pin, tokens, owner, namespace)
         if isinstance(pinned, PinRefused):
             return _refused(f"Not pinned: {pinned.reason}.")
         return JSONResponse({"pinned": pin_body(pinned)}, headers=_DATA_HEADERS)

@@ -22,7 +22,7 @@ from rootstock.server.model_slots import ModelSlot, UnloadedSlot
 from rootstock.server.models import ModelRegistry, adapters_of
 from rootstock.server.wire import Json
 from rootstock.text.prompts.explained import volatile_in_words
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import salt_of
 from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 WINDOWS_S = (60, 300, 900)

@@ -36,8 +36,8 @@ from rootstock.server.hints.headers import FINAL, PRIORITY, STRICT_PRIORITY, Hea
 from rootstock.text.conversation.marks import duration_s
 from rootstock.text.conversation.types import IgnoredField
 from rootstock.text.limits import MAX_MARKS, MAX_NAME_CHARS
+from rootstock.text.prompts.owner import PromptOwner, is_chosen_by_client
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
-from rootstock.text.prompts.salt import salt_of
 
 Json = dict[str, Any]
 
@@ -98,8 +98,7 @@ def _outcome_body(outcome: HintOutcome) -> Json:
 def sent_hints(
     body: HintFields,
     headers: HeaderHints,
-    tenant: str,
-    cache_salt: str | None,
+    owner: PromptOwner,
     marks: Sequence[PlacedMark] = (),
     warnings: tuple[IgnoredField, ...] = (),
 ) -> SentHints:
@@ -109,10 +108,10 @@ def sent_hints(
     """
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
-    found = _HintsReader(body, headers, marks).read(tenant)
-    if cache_salt and found.cache is not None and found.cache.session is not None:
+    found = _HintsReader(body, headers, marks).read(owner.tenant)
+    if is_chosen_by_client(owner.salt) and found.cache is not None and found.cache.session is not None:
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
-        session = f"{salt_of('', cache_salt)} {found.cache.session}"
+        session = f"{owner.salt} {found.cache.session}"
         found = replace(found, cache=replace(found.cache, session=session))
     return replace(found, warnings=warnings) if warnings else found
 

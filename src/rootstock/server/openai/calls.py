@@ -28,8 +28,8 @@ from rootstock.server.openai.schema import (
 )
 from rootstock.server.wire import ApiCall, Diagnose, Json, call_of, hints_of
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
-from rootstock.text.prompts.salt import salt_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -42,16 +42,16 @@ def chat_call(
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
-    salt = salt_of(tenant, body.cache_salt)
+    owner = PromptOwner.of(tenant, body.cache_salt)
     stop = body.stopping(max_tokens, model.vocab_size)
     conversation = body.conversation(body.messages, model.model_tokenizer)
-    chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
+    chat = model.prepared_chat(conversation, owner, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, head, owner, chat.prompt.marks, chat.ignored)
     diagnose = None
     if body.prompt_cache_options is not None:
-        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
-    model.fingerprints.add(salt, tenant, id, chat.fingerprint)
+        diagnose = openai_diagnose(model, chat, body.comparison_response_id)
+    model.fingerprints.add(owner, id, chat.fingerprint)
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
         model.model_tokenizer,
@@ -77,7 +77,7 @@ def completion_call(
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
     stop = body.stopping(max_tokens, model.vocab_size)
-    salt = salt_of(tenant, body.cache_salt)
+    owner = PromptOwner.of(tenant, body.cache_salt)
     id, n = f"cmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     sent = _listed(body.prompt)
     asked = len(sent) * n
@@ -85,7 +85,7 @@ def completion_call(
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
     prompts = prompts_of(sent, model.tokenizer)
-    hints = hints_of(body, head, tenant, body.cache_salt)
+    hints = hints_of(body, head, owner)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,
@@ -97,9 +97,9 @@ def completion_call(
             n,
             sampling,
             stop,
-            salt=salt,
+            salt=owner.salt,
             prompt_logprobs=body.logprobs if body.echo else None,
-            constraint=model.compiled(body.constraint(), salt, tenant),
+            constraint=model.compiled(body.constraint(), owner),
             hints=hints.cache,
             adapter=model.adapter,
         ),
@@ -111,9 +111,9 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
-    salt = salt_of(tenant, body.cache_salt)
+    owner = PromptOwner.of(tenant, body.cache_salt)
     if body.messages is not None:
-        chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
+        chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), owner)
         return ExplainedPrompt.of_chat(chat)
     sent = _listed(body.prompt)
     if len(sent) != 1:
@@ -121,7 +121,7 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
     [prompt] = prompts_of(sent, model.tokenizer)
     if len(prompt.tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompt.tokens, salt, adapter=model.adapter)
+    return ExplainedPrompt(prompt.tokens, owner.salt, adapter=model.adapter)
 
 
 def _call(

@@ -23,7 +23,7 @@ from rootstock.server.openai.schema import ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.wire import Json
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 MAX_DETOKENIZED = 262_144  # tokens of one request
@@ -113,7 +113,7 @@ def prompts_of(model: ServedModel, body: TokenizeRequest, tenant: str) -> list[T
         if body.add_special_tokens:
             raise Unsupported("add_special_tokens", "A chat template writes them itself.")
         conversation = body.conversation(body.messages, model.model_tokenizer)
-        return [model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant).prompt.tokens]
+        return [model.prepared_chat(conversation, PromptOwner.of(tenant, body.cache_salt)).prompt.tokens]
     given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     refuse_more_than(MAX_PROMPTS, given, "prompt")
     for i, text in enumerate(given):

@@ -40,7 +40,7 @@ from rootstock.server.responses.tools import Toolbox, echoed_tool, tool_choice_o
 from rootstock.server.wire import ApiCall, Json, call_of, hints_of
 from rootstock.text.conversation.types import Conversation, Message, Text
 from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import PromptOwner, salt_of
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
 MAX_RESPONSE_LOGPROBS = 131_072
@@ -108,11 +108,11 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = hints_of(body, head, tenant, body.cache_salt, chat.prompt.marks, chat.ignored)
+        hints = hints_of(body, head, chat.owner, chat.prompt.marks, chat.ignored)
         diagnose = None
         if body.prompt_cache_options is not None:
-            diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
-        model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
+            diagnose = openai_diagnose(model, chat, body.comparison_response_id)
+        model.fingerprints.add(chat.owner, id, chat.fingerprint)
         fields = _fields(model, body, prepared, id, sampling)
         answering = Answering(
             fields,
@@ -168,8 +168,8 @@ class Responses:
         options, ignored = body.template_options(model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options, ignored)
         constraint = None if summarizes else body.constraint()
-        salt = salt_of(tenant, body.cache_salt)
-        chat = model.prepared_chat(conversation, salt, tenant, constraint, body.reasoning_budget())
+        owner = PromptOwner.of(tenant, body.cache_salt)
+        chat = model.prepared_chat(conversation, owner, constraint, body.reasoning_budget())
         effort = None if body.reasoning is None else body.reasoning.effort
         if any(one.field == "reasoning.effort" for one in ignored):
             effort = None

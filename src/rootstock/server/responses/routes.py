@@ -26,7 +26,7 @@ from rootstock.server.responses.answers import (
 from rootstock.server.responses.calls import Responses, input_items, parsed
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.store import StoredResponse
-from rootstock.text.prompts.salt import salt_of
+from rootstock.text.prompts.owner import salt_of
 
 # The engine's names of fields.
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}

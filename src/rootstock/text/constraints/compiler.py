@@ -51,6 +51,7 @@ from rootstock.text.limits import (
     MAX_RULE_DEPTH,
     MAX_SCHEMA_CHARS,
 )
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class ConstraintCompiler:
                 self._hosted.close()
         self._grammars.clear()
 
-    def compile(self, constraint: Constraint, salt: str = "", tenant: str = "") -> CompiledConstraint:
+    def compile(self, constraint: Constraint, owner: PromptOwner = ANYBODY) -> CompiledConstraint:
         """Compiles a constraint, or returns the compiled one of an earlier request with the same salt.
 
         The time that it takes tells whether a grammar was compiled before: only to requests of one salt. Raises
@@ -114,12 +115,12 @@ class ConstraintCompiler:
         compiled = None
         if grammar is not None:
             key, kept = (
-                (salt, grammar),
+                (owner.salt, grammar),
                 self._grammars,
             )  # not `self`: stored functions must not keep this compiler alive
             compiled = self._grammars.get(
                 key,
-                lambda: self._compiled(grammar, vocabulary, param, tenant, lambda: kept.drop(key)),
+                lambda: self._compiled(grammar, vocabulary, param, owner.tenant, lambda: kept.drop(key)),
             )
         reasoning = constraint.reasoning
         return CompiledConstraint(

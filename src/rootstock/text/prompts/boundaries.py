@@ -20,6 +20,7 @@ from itertools import takewhile
 from rootstock.cache.radix_node import NEAR_TOKENS, Boundary, CheckpointKind
 from rootstock.errors import ChatTemplateFailed
 from rootstock.text.conversation.template import TemplateInput
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import (
     ChatPrompt,
     PlacedMark,
@@ -45,21 +46,21 @@ def boundaries_of(
 
 
 def chat_with_boundaries(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
 ) -> ChatPrompt:
     """Renders and tokenizes like `chat_prompt`, and finds the boundaries: for models that cannot resume anywhere."""
-    prompt, placed = placed_chat(conversation, tokenizer, salt, tenant)
+    prompt, placed = placed_chat(conversation, tokenizer, owner)
     finder = _Finder(tokenizer.model_tokenizer, conversation, placed)
     return replace(prompt, boundaries=finder.boundaries(), marks=finder.marks)
 
 
 def chat_with_marks(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
 ) -> ChatPrompt:
     """Renders and tokenizes like `chat_prompt`, and finds the places of the client's marks, if there are any."""
     if not conversation.marks:
-        return chat_prompt(conversation, tokenizer, salt, tenant)
-    prompt, placed = placed_chat(conversation, tokenizer, salt, tenant)
+        return chat_prompt(conversation, tokenizer, owner)
+    prompt, placed = placed_chat(conversation, tokenizer, owner)
     return replace(prompt, marks=_Finder(tokenizer.model_tokenizer, conversation, placed).marks)
 
 

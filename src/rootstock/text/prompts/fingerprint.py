@@ -16,6 +16,7 @@ import xxhash
 
 from rootstock.text.conversation.template import TemplateInput
 from rootstock.text.prompts.fair_memory import FairMemory, Key
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.units import MIB
 
 CAP_BYTES = 8 * MIB
@@ -102,14 +103,12 @@ class Fingerprints:
     def __init__(self, cap_bytes: int = CAP_BYTES) -> None:
         self._kept: FairMemory[Fingerprint] = FairMemory(cap_bytes)
 
-    def add(self, salt: str, tenant: str, answer: str, fingerprint: Fingerprint) -> None:
-        self._kept.put(tenant or salt, _key(salt, answer), fingerprint, fingerprint.nbytes)
+    def add(self, owner: PromptOwner, answer: str, fingerprint: Fingerprint) -> None:
+        self._kept.put(owner.share, _key(owner, answer), fingerprint, fingerprint.nbytes)
 
-    def compare(
-        self, salt: str, tenant: str, answer: str, later: Fingerprint
-    ) -> Comparison | EarlierNotFound:
-        """Compares a request with the one of the same tenant and salt that got this answer."""
-        earlier = self._kept.get(tenant or salt, _key(salt, answer))
+    def compare(self, owner: PromptOwner, answer: str, later: Fingerprint) -> Comparison | EarlierNotFound:
+        """Compares a request with the one of the same owner that got this answer."""
+        earlier = self._kept.get(owner.share, _key(owner, answer))
         return EarlierNotFound() if earlier is None else compared(earlier, later)
 
     def forget(self, salt: str | None) -> None:
@@ -117,8 +116,8 @@ class Fingerprints:
         self._kept.forget(salt)
 
 
-def _key(salt: str, answer: str) -> Key:
-    return salt, answer.encode(errors="surrogatepass")  # a client may name anything
+def _key(owner: PromptOwner, answer: str) -> Key:
+    return owner.salt, answer.encode(errors="surrogatepass")  # a client may name anything
 
 
 def _digest(value: Any) -> bytes:

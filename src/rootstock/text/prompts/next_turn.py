@@ -25,6 +25,7 @@ from rootstock.text.conversation.types import (
 )
 from rootstock.text.limits import refuse_surrogates
 from rootstock.text.output.deltas import WholeAnswer
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, escaped
 from rootstock.text.prompts.same_call import returned_calls
 from rootstock.text.prompts.splicing import Asker
@@ -37,8 +38,7 @@ def known_prefixes(
     conversation: Conversation,
     answer: WholeAnswer,
     tokenizer: PromptTokenizer,
-    salt: str,
-    tenant: str = "",
+    owner: PromptOwner = ANYBODY,
     *,
     parse: bool = False,
 ) -> list[Tokens]:
@@ -52,7 +52,7 @@ def known_prefixes(
             name: value for name, value in conversation.options.items() if name != "continue_final_message"
         }
         longer = replace(conversation, messages=[*conversation.messages, *messages], options=options)
-        prefix = _up_to_next_message(longer, tokenizer, salt, tenant, parse=parse)
+        prefix = _up_to_next_message(longer, tokenizer, owner, parse=parse)
         if len(prefix) and not any(np.array_equal(prefix, other) for other in found):
             found.append(prefix)
     return found
@@ -82,7 +82,7 @@ def _sends_reasoning(conversation: Conversation) -> tuple[bool, ...]:
 
 
 def _up_to_next_message(
-    conversation: Conversation, tokenizer: PromptTokenizer, salt: str, tenant: str, *, parse: bool
+    conversation: Conversation, tokenizer: PromptTokenizer, owner: PromptOwner, *, parse: bool
 ) -> Tokens:
     template = escaped(template_input(conversation, tokenizer.model_tokenizer), tokenizer, parse=parse)
     rendered = template.render(tokenizer.model_tokenizer)
@@ -90,6 +90,6 @@ def _up_to_next_message(
     before, word, after = rendered.rpartition(_WORD)
     if not word:
         return np.empty(0, np.int32)
-    asker = Asker(salt, tenant or salt, returned_calls(template.messages))
+    asker = Asker(owner, returned_calls(template.messages))
     texts = [tokenizer.chat_tokens(before + message + after, asker) for message in _MESSAGES]
     return texts[0][: min(common_prefix(texts[0], other) for other in texts[1:])].copy()

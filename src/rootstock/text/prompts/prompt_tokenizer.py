@@ -23,6 +23,7 @@ from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.text.conversation.template import TemplateInput
 from rootstock.text.conversation.types import PrefixMark
 from rootstock.text.limits import refuse_surrogates
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.same_call import returned_calls
 from rootstock.text.prompts.sampled_answers import AnswerPlace, SampledAnswers
 from rootstock.text.prompts.splicing import Asker, SplicedText, splice
@@ -108,30 +109,29 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
 ) -> ChatPrompt:
     """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
 
-    The memory of answers is divided among tenants, or among salts where there are no tenants. Raises
-    InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
+    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
     """
-    text = tokenizer.encode_chat(_rendered(conversation, tokenizer), _asker(conversation, salt, tenant))
+    text = tokenizer.encode_chat(_rendered(conversation, tokenizer), _asker(conversation, owner))
     return ChatPrompt(_refuse_empty(text.tokens()), text.place, text.sampled_tokens)
 
 
 def placed_chat(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str = "", tenant: str = ""
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
 ) -> tuple[ChatPrompt, PlacedTokens]:
     """Renders and tokenizes like `chat_prompt`, and returns the places of the tokens too."""
-    asker = _asker(conversation, salt, tenant)
+    asker = _asker(conversation, owner)
     text = tokenizer.encode_chat(_rendered(conversation, tokenizer), asker)
     placed = tokenizer.placed(text, asker)
     return ChatPrompt(_refuse_empty(placed.tokens), text.place, text.sampled_tokens), placed
 
 
-def _asker(conversation: TemplateInput, salt: str, tenant: str) -> Asker:
+def _asker(conversation: TemplateInput, owner: PromptOwner) -> Asker:
     has_calls = any(message.get("tool_calls") for message in conversation.messages)
-    return Asker(salt, tenant or salt, returned_calls(conversation.messages) if has_calls else {})
+    return Asker(owner, returned_calls(conversation.messages) if has_calls else {})
 
 
 def _refuse_empty(tokens: Tokens) -> Tokens:
@@ -207,7 +207,7 @@ class PromptTokenizer:
 
     def _spliced(self, rendered: str, asker: Asker) -> SplicedText:
         pieces = self.model_tokenizer.pieces(rendered)
-        return splice(pieces, self._pieces.encoder(pieces, asker.salt), self.answers, asker)
+        return splice(pieces, self._pieces.encoder(pieces, asker.owner.salt), self.answers, asker)
 
     def placed(self, text: SplicedText, asker: Asker) -> PlacedTokens:
         """Returns the tokens of a spliced text and their places. Sampled ids have none."""

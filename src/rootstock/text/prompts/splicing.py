@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.types import NO_TOKENS, Tokens
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.same_call import CallSpan, ReturnedCall, after_same_call
 from rootstock.text.prompts.sampled_answers import AnswerPlace, SampledAnswer, SampledAnswers
 from rootstock.text.prompts.spelling import Spelled, Spelling, marks_in
@@ -46,10 +47,9 @@ class SplicedText:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """The sender of a prompt: its share of the memory of answers, and the calls that it sends back."""
+    """The sender of a prompt: its owner, and the calls that it sends back."""
 
-    salt: str
-    owner: str
+    owner: PromptOwner
     returned: Mapping[str, ReturnedCall]
 
 
@@ -62,7 +62,7 @@ def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: As
     while at < len(pieces):
         digest = before.digest()
         found: _Splice | None = None
-        for answer in answers.find(asker.owner, (asker.salt, digest)):
+        for answer in answers.find(asker.owner.share, (asker.owner.salt, digest)):
             other = _Alignment(answer, pieces, at, encode, answers.spelling, asker.returned).splice()
             if other is not None and (found is None or other.chars > found.chars):
                 found = other
@@ -77,7 +77,7 @@ def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: As
         before.update(part.text.encode())
         at += count
     last = parts[-1].tokens if parts else NO_TOKENS
-    place = AnswerPlace(answers, asker.owner, (asker.salt, digest), last)
+    place = AnswerPlace(answers, asker.owner.share, (asker.owner.salt, digest), last)
     return SplicedText(tuple(parts), place, sampled, calls)
 
 

@@ -1,14 +1,36 @@
-"""The salt of a cache namespace: prefixes are shared only within one."""
+"""The owner of a prompt: its tenant, and the salt of its cache namespace. Prefixes are shared only within a salt."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 from rootstock.config import MAX_SALT_LENGTH
 from rootstock.errors import InvalidParameter
 from rootstock.text.limits import refuse_surrogates
 
 _OF_CLIENT = "client:"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOwner:
+    """The owner of a prompt: made where a request arrives, and passed on as one value."""
+
+    tenant: str = ""
+    salt: str = ""  # of the cache namespace
+
+    @classmethod
+    def of(cls, tenant: str, cache_salt: str | None = None) -> PromptOwner:
+        """Makes the owner of a tenant's prompt, with the client's `cache_salt`. Raises InvalidParameter."""
+        return cls(tenant, salt_of(tenant, cache_salt))
+
+    @property
+    def share(self) -> str:
+        """The name whose share of memory the prompt takes: the tenant, or the salt where there are no tenants."""
+        return self.tenant or self.salt
+
+
+ANYBODY = PromptOwner()
 
 
 def salt_of(tenant: str, salt: str | None) -> str:
