@@ -107,7 +107,9 @@ def test_the_name_of_an_api_tells_how_to_read_a_body(serve: Any, api: str) -> No
 def test_an_unknown_api_is_refused_with_the_list_of_all(served: Any, path: str) -> None:
     refused = served.client.post(path, json={"api": "telegram", "body": {}})
     assert_error(refused, 400, "invalid_parameter", *APIS, param="api")
-    assert_error(served.client.post(path, json={"api": "chat", "body": {}, "x": 1}), 400, "unsupported_parameter")
+    assert_error(
+        served.client.post(path, json={"api": "chat", "body": {}, "x": 1}), 400, "unsupported_parameter"
+    )
     assert_error(
         served.client.post(path, json={"api": "chat", "body": 5}), 400, "invalid_parameter", "object"
     )
