@@ -213,6 +213,17 @@ DETOKENIZED = body({"tokens": st.lists(st.integers(0, 200), max_size=8)})
 EMBEDDED = body({"input": TEXT | st.lists(TEXT, min_size=1, max_size=3)})
 EMBEDDING_FIELDS = body({}, {"encoding_format": st.sampled_from(["float", "base64"]), "user": TEXT})
 NOTHING = st.just(dict[str, Any]())
+PROMPTS = st.one_of(
+    *(
+        body({"api": st.just(api), "body": prompts})
+        for api, prompts in (
+            ("chat", MESSAGES),
+            ("completions", TEXT_PROMPT),
+            ("messages", BLOCKS),
+            ("responses", ITEMS),
+        )
+    )
+)
 # By the path of a POST: a valid prompt, and valid other fields.
 VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/v1/chat/completions": (MESSAGES, CHAT_FIELDS),
@@ -231,31 +242,18 @@ VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/v1/unload_lora_adapter": (NOTHING, NOTHING),
     "/v1/models/unload": (NOTHING, NOTHING),
     "/v1/cache/release": (NOTHING, NOTHING),
-    "/v1/cache/pin": (MESSAGES, NOTHING),
-    "/v1/cache/pin/chat/completions": (MESSAGES, NOTHING),
-    "/v1/cache/pin/completions": (TEXT_PROMPT, NOTHING),
-    "/v1/cache/pin/messages": (BLOCKS, NOTHING),
-    "/v1/cache/pin/responses": (ITEMS, NOTHING),
-    "/v1/cache/warm": (MESSAGES | TEXT_PROMPT, NOTHING),
-    "/v1/cache/warm/chat/completions": (MESSAGES, NOTHING),
-    "/v1/cache/warm/completions": (TEXT_PROMPT, NOTHING),
-    "/v1/cache/warm/messages": (BLOCKS, NOTHING),
-    "/v1/cache/warm/responses": (ITEMS, NOTHING),
-    "/v1/cache/explain": (MESSAGES | TEXT_PROMPT, NOTHING),
-    "/v1/cache/explain/chat/completions": (MESSAGES, CHAT_FIELDS),
-    "/v1/cache/explain/completions": (TEXT_PROMPT, COMPLETION_FIELDS),
-    "/v1/cache/explain/messages": (BLOCKS, MESSAGES_FIELDS),
-    "/v1/cache/explain/responses": (ITEMS, RESPONSE_FIELDS),
+    "/v1/cache/pin": (PROMPTS, NOTHING),
+    "/v1/cache/warm": (PROMPTS, NOTHING),
+    "/v1/cache/explain": (PROMPTS, NOTHING),
 }
 BODIES = ("made", "valid", "prompt", "valid", "made")  # in turn: hypothesis would draw mostly the first
 SALT = "X-Cache-Salt"
 # A prompt is pinned once it is cached: the route that answers it, and its field that bounds the answer.
 ANSWERED_BY = {
-    "/v1/cache/pin": ("/v1/chat/completions", "max_tokens"),
-    "/v1/cache/pin/chat/completions": ("/v1/chat/completions", "max_tokens"),
-    "/v1/cache/pin/completions": ("/v1/completions", "max_tokens"),
-    "/v1/cache/pin/messages": ("/v1/messages", "max_tokens"),
-    "/v1/cache/pin/responses": ("/v1/responses", "max_output_tokens"),
+    "chat": ("/v1/chat/completions", "max_tokens"),
+    "completions": ("/v1/completions", "max_tokens"),
+    "messages": ("/v1/messages", "max_tokens"),
+    "responses": ("/v1/responses", "max_output_tokens"),
 }
 
 
@@ -299,9 +297,9 @@ def main() -> None:
 
 def prepare(case: Any, path: str, known: Known, number: int, session: requests.Session) -> None:
     """Completes a valid case by what its route needs: a cached prompt, or a name or an id that the server knows."""
-    if path in ANSWERED_BY:
-        answering, length = ANSWERED_BY[path]
-        told = case.body | {length: 1}
+    if path == "/v1/cache/pin":
+        answering, length = ANSWERED_BY[case.body["api"]]
+        told = case.body["body"] | {length: 1}
         session.post(
             known.url + answering, json=told, headers=dict(case.headers or {}), timeout=HANGS_AFTER_S
         )

@@ -179,6 +179,12 @@ _UNKNOWN = f"resp_{'0' * 32}"
 _REFERRED = st.sampled_from(["unknown", "own", "other"])
 _NOTHING = st.just("nothing")
 _EXPLAIN = _body(prompt=TEXTS) | _body(messages=_MESSAGES)
+_OF_API = st.one_of(
+    _body(api=st.just("chat"), body=_body(messages=_MESSAGES)),
+    _body(api=st.just("completions"), body=_body(prompt=TEXTS)),
+    _body(api=st.just("messages"), body=_body(messages=_MESSAGES)),
+    _body(api=st.just("responses"), body=_body(input=TEXTS)),
+)
 
 
 def _plain(route: str, path: str = "") -> st.SearchStrategy[Ask]:
@@ -222,7 +228,7 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/responses/{id}/cancel"): _stored("POST", "/v1/responses/{id}/cancel"),
     ("POST", "/v1/embeddings"): _posted("/v1/embeddings", _body(input=TEXTS)),
     ("GET", "/v1/cache/volatile"): _plain("/v1/cache/volatile"),
-    ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN),
+    ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN | _OF_API),
     ("POST", "/v1/cache/explain/chat/completions"): _posted("/v1/cache/explain/chat/completions", _CHAT),
     ("POST", "/v1/cache/explain/completions"): _posted("/v1/cache/explain/completions", _COMPLETION),
     ("POST", "/v1/cache/explain/messages"): _posted("/v1/cache/explain/messages", _MESSAGES_BODY),
@@ -232,7 +238,7 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("GET", "/v1/models"): _plain("/v1/models"),
     ("GET", "/v1/models/{name:path}"): _plain("/v1/models/{name:path}", "/v1/models/fake"),
     ("GET", "/"): _plain("/"),
-    ("POST", "/v1/cache/pin"): _posted("/v1/cache/pin", _EXPLAIN),
+    ("POST", "/v1/cache/pin"): _posted("/v1/cache/pin", _EXPLAIN | _OF_API),
     ("POST", "/v1/cache/pin/chat/completions"): _posted("/v1/cache/pin/chat/completions", _CHAT),
     ("POST", "/v1/cache/pin/completions"): _posted("/v1/cache/pin/completions", _COMPLETION),
     ("POST", "/v1/cache/pin/messages"): _posted("/v1/cache/pin/messages", _MESSAGES_BODY),
@@ -267,7 +273,7 @@ ROUTES = {
         ("POST", f"/v1/cache/{name}{path}"): _posted(f"/v1/cache/{name}{path}", bodies)
         for name in ("pin", "warm")
         for path, bodies in (
-            ("", _EXPLAIN),
+            ("", _EXPLAIN | _OF_API),
             ("/chat/completions", _body(messages=_MESSAGES)),
             ("/completions", _body(prompt=TEXTS)),
             ("/messages", _body(messages=_MESSAGES)),

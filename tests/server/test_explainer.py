@@ -1,4 +1,4 @@
-"""Each API's bodies are explained by the route of the API below `/v1/cache/explain`."""
+"""Each API's bodies are explained by `/v1/cache/explain`, and by the paths that each API had there earlier."""
 
 from __future__ import annotations
 
@@ -78,6 +78,41 @@ def test_one_prompt_has_one_explanation_in_every_format(serve: Any) -> None:
         assert told[0]["matched_tokens"] > 0
         assert told[0] == told[1] == told[2]
         assert answer(served, EXPLAIN, BODIES["/chat/completions"]) == told[0]
+
+
+APIS = {
+    "messages": "/messages",
+    "responses": "/responses",
+    "chat": "/chat/completions",
+    "completions": "/completions",
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_name_of_an_api_tells_how_to_read_a_body(serve: Any, api: str) -> None:
+    with serve() as served:
+        body = BODIES[APIS[api]]
+        answer(served, f"/v1{APIS[api]}", body, **GREEDY)
+        told = answer(served, EXPLAIN, {"api": api, "body": body})
+        assert told["cap"] == "last_token"
+        assert told == answer(served, EXPLAIN + APIS[api], body)
+        pinned = answer(served, "/v1/cache/pin", {"api": api, "body": body})
+        assert pinned["tokens"] > 0
+        assert answer(served, f"/v1/cache/pin{APIS[api]}", body) == pinned
+        wrong = served.client.post(EXPLAIN, json={"api": api, "body": {**body, "model": 5}})
+        assert_error(wrong, 400, "invalid_parameter", param="model")
+
+
+@pytest.mark.parametrize("path", [EXPLAIN, "/v1/cache/pin", "/v1/cache/warm"])
+def test_an_unknown_api_is_refused_with_the_list_of_all(served: Any, path: str) -> None:
+    refused = served.client.post(path, json={"api": "telegram", "body": {}})
+    assert_error(refused, 400, "invalid_parameter", *APIS, param="api")
+    assert_error(
+        served.client.post(path, json={"api": "chat", "body": {}, "x": 1}), 400, "unsupported_parameter"
+    )
+    assert_error(
+        served.client.post(path, json={"api": "chat", "body": 5}), 400, "invalid_parameter", "object"
+    )
 
 
 def test_a_response_is_explained_with_the_history_before_it(serve: Any) -> None:

@@ -17,13 +17,13 @@ from rootstock.server.openai.schema import (
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
-    ExplainRequest,
+    PromptRequest,
 )
 from server.conftest import served_by_oracle, user
 from text.prompts.chat_tokenizers import chat_tokenizer
 
 CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
-SCHEMAS = {CHAT: ChatCompletionRequest, TEXT: CompletionRequest, EXPLAIN: ExplainRequest}
+SCHEMAS = {CHAT: ChatCompletionRequest, TEXT: CompletionRequest, EXPLAIN: PromptRequest}
 FIELDS = {
     route: sorted(schema.model_fields)
     + sorted({*REFUSED, *IGNORED} - schema.model_fields.keys())

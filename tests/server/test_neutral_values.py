@@ -24,7 +24,7 @@ from rootstock.server.openai.schema import (
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
-    ExplainRequest,
+    PromptRequest,
 )
 from rootstock.server.responses.schema import _USE as REFUSED_RESPONSES
 from rootstock.server.responses.schema import ResponseRequest
@@ -41,8 +41,8 @@ ROUTES: dict[str, tuple[Json, type[Wire]]] = {
     "/v1/messages": ({"messages": user("hi"), "max_tokens": 2}, MessagesRequest),
     "/v1/messages/count_tokens": ({"messages": user("hi")}, CountTokensRequest),
     "/v1/responses/input_tokens": ({"input": "hi"}, ResponseRequest),
-    "/v1/cache/explain/chat/completions": ({"messages": user("hi")}, ExplainRequest),
-    "/v1/cache/explain/completions": ({"prompt": "hi"}, ExplainRequest),
+    "/v1/cache/explain/chat/completions": ({"messages": user("hi")}, PromptRequest),
+    "/v1/cache/explain/completions": ({"prompt": "hi"}, PromptRequest),
     "/v1/cache/explain/responses": ({"input": "hi"}, ResponseRequest),
     "/v1/cache/explain/messages": ({"messages": user("hi")}, CountTokensRequest),
 }

@@ -12,7 +12,7 @@ from rootstock.config import EngineConfig, ServerConfig
 from rootstock.errors import Unsupported
 from rootstock.server.anthropic.schema import CountTokensRequest
 from rootstock.server.fields import Wire
-from rootstock.server.openai.schema import REFUSED, ExplainRequest, WarmRequest
+from rootstock.server.openai.schema import REFUSED, PromptRequest
 from rootstock.server.prompt_bodies import MAX_UNKNOWN_FIELDS, refuse_misspelled
 from rootstock.server.responses.schema import ResponseRequest
 from server.conftest import Served, assert_error, served_by_oracle, user
@@ -26,10 +26,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "ClearRequest": {},
     "ReleaseRequest": {"id": "x"},
     "ModelRequest": {"model": "fake"},
-    "ExplainRequest": {"prompt": PROMPT},
-    "WarmRequest": {"prompt": PROMPT},
-    "CountTokensRequest": {"messages": user(PROMPT)},
-    "ResponseRequest": {"input": PROMPT},
+    "PromptOfApi": {"api": "completions", "body": {"prompt": PROMPT}},
+    "PromptsOfApis": {"api": "completions", "body": {"prompt": PROMPT}},
     "LoadAdapterRequest": {"lora_name": "a", "lora_path": "/x"},
     "UnloadAdapterRequest": {"lora_name": "a"},
 }
@@ -79,12 +77,33 @@ def test_every_state_route_refuses_each_misspelled_field(served: Served) -> None
             for wrong in sorted(misspelled(name) - others)[:1]:
                 refused = served.client.post(path, json={**BODIES[kind], wrong: "x"})
                 assert_error(refused, 400, "unsupported_parameter", param=wrong)
-    assert len(paths) >= 16
+    assert len(paths) >= 8
     assert served.client.get("/v1/cache/stats").json()["cache"]["cached_blocks"] == before
     assert served.client.get("/v1/cache/pins").json() == {"pins": []}
 
 
-@pytest.mark.parametrize("kind", [ExplainRequest, WarmRequest, CountTokensRequest, ResponseRequest])
+@pytest.mark.parametrize(
+    ("api", "schema", "body"),
+    [
+        ("chat", PromptRequest, {"messages": user(PROMPT)}),
+        ("completions", PromptRequest, {"prompt": PROMPT}),
+        ("messages", CountTokensRequest, {"messages": user(PROMPT)}),
+        ("responses", ResponseRequest, {"input": PROMPT}),
+    ],
+)
+def test_every_api_s_body_has_each_misspelled_field_refused(
+    served: Served, api: str, schema: type[Wire], body: dict[str, Any]
+) -> None:
+    others = {"", *schema.model_fields, *REFUSED}
+    for name in (name for name in schema.model_fields if len(name) >= 4):
+        for wrong in sorted(misspelled(name) - others)[:1]:
+            for path in ("/v1/cache/pin", "/v1/cache/warm"):
+                refused = served.client.post(path, json={"api": api, "body": {**body, wrong: "x"}})
+                assert_error(refused, 400, "unsupported_parameter", param=wrong)
+    assert served.client.get("/v1/cache/pins").json() == {"pins": []}
+
+
+@pytest.mark.parametrize("kind", [PromptRequest, CountTokensRequest, ResponseRequest])
 def test_each_mistake_in_a_long_name_is_noticed(kind: type[Wire]) -> None:
     others = {"", *kind.model_fields, *REFUSED}
     for name in (name for name in kind.model_fields if len(name) >= 4):

@@ -26,11 +26,11 @@ from rootstock.engine.build import assemble
 from rootstock.errors import RequestError
 from rootstock.pipeline.model import ServedModel
 from rootstock.server import request_bodies
-from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
+from rootstock.server.anthropic.calls import prepared_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
 from rootstock.server.models import served_model
-from rootstock.server.openai.calls import explained_prompt
-from rootstock.server.openai.schema import ExplainRequest
+from rootstock.server.openai.calls import prepared_prompt
+from rootstock.server.openai.schema import PromptRequest
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.responses.sealing import Sealer
@@ -122,7 +122,7 @@ def prepares() -> Iterator[Mapping[str, Prepare]]:
     responses = Responses(store, Sealer(), 16 * MIB)
 
     def prepare_chat(body: dict[str, Any]) -> object:
-        return explained_prompt(model, ExplainRequest.model_validate(body), "")
+        return prepared_prompt(model, PromptRequest.model_validate(body), "")
 
     yield {
         CHAT: prepare_chat,

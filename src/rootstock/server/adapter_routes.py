@@ -15,7 +15,7 @@ from rootstock.server.access import is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.fields import ClosedWire, Label
 from rootstock.server.models import ModelRegistry
-from rootstock.server.prompt_bodies import StateRoute
+from rootstock.server.request_bodies import StateRoute
 from rootstock.text.limits import refuse_surrogates
 
 _MAX_PATH_CHARS = 4_096

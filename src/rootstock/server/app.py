@@ -15,12 +15,10 @@ from starlette.types import Receive, Scope, Send
 from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
-from rootstock.errors import RequestError
 from rootstock.server.access import (
     DASHBOARD,
     Guard,
     Keys,
-    Tenant,
     is_for_metrics,
     is_operator,
     may_use_model,
@@ -30,8 +28,7 @@ from rootstock.server.access import (
 )
 from rootstock.server.access_rules import AccessRules
 from rootstock.server.adapter_routes import adapter_routes
-from rootstock.server.anthropic.errors import error_body as messages_error_body
-from rootstock.server.anthropic.routes import anthropic_routes
+from rootstock.server.anthropic.routes import anthropic_api
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
@@ -39,7 +36,6 @@ from rootstock.server.drain import Drain
 from rootstock.server.embedding_model import EmbeddingModel
 from rootstock.server.errors import (
     ANTHROPIC_ID_HEADER,
-    MODEL_ROUTE,
     REQUEST_ID_HEADER,
     ErrorForms,
     documented_errors,
@@ -47,25 +43,23 @@ from rootstock.server.errors import (
 )
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
+from rootstock.server.fields import ClosedWire
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
-from rootstock.server.openai.calls import chat_call, completion_call
-from rootstock.server.openai.embeddings import embedding_routes
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
-from rootstock.server.openai.tokenization import tokenization_routes
+from rootstock.server.openai.routes import openai_api
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
+from rootstock.server.prompt_bodies import Prompts
+from rootstock.server.prompt_routes import prompt_routes
 from rootstock.server.rate_limits import LIMIT_HEADERS
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.request_log import RequestLog
-from rootstock.server.responses.calls import Responses
-from rootstock.server.responses.routes import explain_route, response_routes
-from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.routes import responses_api
 from rootstock.server.responses.store import ResponseStore
 from rootstock.server.sessions import LoginSessions
 from rootstock.server.tracing import Tracing
-from rootstock.server.warming import Warmer, warm_routes
+from rootstock.server.warming import Warmer
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
@@ -87,8 +81,14 @@ def create_app(
     models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
+    answerer = Answerer(models, metrics, config.sse_keep_alive_s)
+    apis = (
+        openai_api(models, answerer),
+        anthropic_api(models, answerer),
+        responses_api(models, answerer, config, store),
+    )
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
-    forms = ErrorForms({"/v1/messages": messages_error_body})
+    forms = ErrorForms({api.root: api.error_form for api in apis if api.root is not None})
     sessions = LoginSessions()
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
@@ -115,21 +115,15 @@ def create_app(
         )
     app.add_middleware(RequestLog, metrics=metrics, tracing=tracing)
     install_error_handlers(app, forms)
-    answerer = Answerer(models, metrics, config.sse_keep_alive_s)
-    app.include_router(_generation_routes(answerer))
-    explainer = Explainer(models, config)
-    app.include_router(anthropic_routes(models, answerer, explainer))
+    for api in apis:
+        app.include_router(api.routes)
     app.state.responses = store
-    responses = Responses(store, Sealer(store.sealing_key), config.max_body_bytes)
-    app.include_router(response_routes(responses, answerer, models))
-    app.include_router(explain_route(responses, explainer))
+    prompts = Prompts(apis)
+    app.state.warmer = Warmer(models, prompts)
+    app.include_router(prompt_routes(models, prompts, Explainer(models, config), app.state.warmer, config))
     app.include_router(adapter_routes(models, config))
-    app.include_router(embedding_routes(models, answerer))
-    app.include_router(tokenization_routes(models, answerer))
-    app.include_router(cache_routes(models, config, explainer))
-    app.include_router(pin_routes(models, responses, config))
-    app.state.warmer = Warmer(models, responses)
-    app.include_router(warm_routes(models, responses, app.state.warmer))
+    app.include_router(cache_routes(models, config))
+    app.include_router(pin_routes(models, config))
     app.include_router(_state_routes(models, metrics, config))
     app.include_router(probe_routes(models.health, drain))
     page = install_dashboard(app, models, config, sessions, keys, drain) if config.dashboard else None
@@ -148,35 +142,6 @@ class _CorsOfApi(CORSMiddleware):
             await super().__call__(scope, receive, send)
 
 
-def _generation_routes(answerer: Answerer) -> APIRouter:
-    router = APIRouter(
-        tags=["OpenAI"],
-        route_class=BoundedJsonRoute,
-        responses={200: {"content": {"text/event-stream": {}}}, **documented_errors(*MODEL_ROUTE)},
-    )
-
-    @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
-        """Answers a conversation, whole or as server-sent events."""
-        try:
-            return await answerer.answer(
-                body.model, lambda model, head: chat_call(model, body, tenant, head), request
-            )
-        except RequestError as error:
-            if error.param == "prompt":  # the engine's name for `messages`
-                error.param = "messages"
-            raise
-
-    @router.post("/v1/completions")
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
-        """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(
-            body.model, lambda model, head: completion_call(model, body, tenant, head), request
-        )
-
-    return router
-
-
 def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
@@ -189,6 +154,12 @@ def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
         )
 
     return router
+
+
+class ModelRequest(ClosedWire):
+    """The name of a model to load or unload."""
+
+    model: str
 
 
 def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:

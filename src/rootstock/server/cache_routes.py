@@ -1,30 +1,29 @@
-"""Routes under /v1/cache: its state, the explanation of a prompt's hit, and clearing."""
+"""Routes under /v1/cache that show the cache's state and clear it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.clearing import Clearing
 from rootstock.engine.stats import Cleared
-from rootstock.errors import InvalidParameter, RequestError, RootstockError
+from rootstock.errors import InvalidParameter, RootstockError
 from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant, is_operator, may_read_prompts, may_use_model, refuse_unless
-from rootstock.server.errors import MODEL_ROUTE, documented_errors, error_body, error_response
-from rootstock.server.explainer import Explainer
+from rootstock.server.errors import documented_errors, error_body, error_response
+from rootstock.server.fields import ClosedWire, default_if_null
 from rootstock.server.model_slots import ModelSlot, ModelSlots
 from rootstock.server.models import ModelRegistry
-from rootstock.server.openai.calls import explained_prompt
-from rootstock.server.openai.schema import ClearRequest, ExplainRequest
-from rootstock.server.prompt_bodies import StateRoute
+from rootstock.server.request_bodies import StateRoute
 from rootstock.text.prompts.explained import volatile_in_words
 from rootstock.text.prompts.owner import salt_of
 from rootstock.text.tokenizer import ModelTokenizer
@@ -33,7 +32,18 @@ VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
 VOLATILE_EXAMPLE_CHARS = 200
 
 
-def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explainer) -> APIRouter:
+class ClearRequest(ClosedWire):
+    """The salt, or the public heads, the model and the tiers whose prefixes are removed."""
+
+    cache_salt: str | None = None
+    public: Annotated[bool, default_if_null(False)] = False  # the heads of --public-prompts
+    model: str | None = None
+    tiers: Annotated[
+        list[Literal["memory", "disk"]] | None, Field(max_length=2, description="all, if it is left out")
+    ] = None
+
+
+def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     router = APIRouter(
         prefix="/v1/cache", tags=["Cache"], route_class=StateRoute, responses=documented_errors()
     )
@@ -77,20 +87,6 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
                 for one, span in spans
             ],
         }
-
-    @router.post("/explain/chat/completions", responses=documented_errors(*MODEL_ROUTE))
-    @router.post("/explain/completions", responses=documented_errors(*MODEL_ROUTE))
-    @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
-    async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
-        """Explains how much of a prompt is cached, and why not more."""
-        try:
-            return await explainer.explain(
-                body.model, request, lambda model: explained_prompt(model, body, tenant)
-            )
-        except RequestError as error:
-            if error.param == "prompt" and body.messages is not None:  # the engine's name for `messages`
-                error.param = "messages"
-            raise
 
     @router.post("/clear", responses=documented_errors(404, 409, 415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> Response:

@@ -1,54 +1,22 @@
-"""Explanations of prompts, of each wire format: how much is cached, and why not more.
-
-The route that explains a body has the path of the route that answers it, below `/v1/cache/explain`.
-"""
+"""Explanations of prompts, of each wire format: how much is cached, and why not more."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from fastapi import Request
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
-from rootstock.pipeline.model import PreparedChat, ServedModel
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import caller_of, refuse_unless
 from rootstock.server.models import ModelRegistry
+from rootstock.server.prompt_bodies import ApiPrompt, PreparedPrompt
 from rootstock.server.wire import Json
-from rootstock.text.conversation.types import Medium
-from rootstock.text.conversation.volatile_heads import DroppedHead
 from rootstock.text.prompts.explained import explained_in_words, text_before
 from rootstock.text.tokenizer import ModelTokenizer, token_text
-
-EXPLAIN = "/v1/cache/explain"
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedPrompt:
-    tokens: Tokens
-    salt: str
-    sampled_tokens: int = 0  # ids of earlier answers
-    dropped: tuple[DroppedHead, ...] = ()
-    boundaries: tuple[Boundary, ...] = ()
-    adapter: str = ""
-    media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
-
-    @staticmethod
-    def of_chat(chat: PreparedChat) -> ExplainedPrompt:
-        prompt = chat.prompt
-        return ExplainedPrompt(
-            prompt.tokens,
-            chat.owner.salt,
-            prompt.sampled_tokens,
-            chat.dropped,
-            prompt.boundaries,
-            chat.adapter,
-            chat.template.media,
-        )
 
 
 class Explainer:
@@ -58,17 +26,14 @@ class Explainer:
         self._models = models
         self._config = config
 
-    async def explain(
-        self, asked: str | None, request: Request, make_prompt: Callable[[ServedModel], ExplainedPrompt]
-    ) -> Json:
-        """Explains the prompt that `make_prompt` renders and tokenizes for the asked model, on another thread.
-
-        Raises AdminOnly, ModelNotFound, the errors of `make_prompt`, and ClientGone.
-        """
+    async def explain(self, prompt: ApiPrompt, request: Request, tenant: str) -> Json:
+        """Explains a prompt, on another thread. Raises AdminOnly, ModelNotFound, RequestError and ClientGone."""
         refuse_unless(caller_of(request).may_explain, self._config)
-        return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
+        return await self._models.run(
+            prompt.model, request, lambda model: self._told(model, prompt.prepare(model, tenant))
+        )
 
-    def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:
+    def _told(self, model: ServedModel, prompt: PreparedPrompt) -> Json:
         explanation = model.engine.explain(prompt.tokens, model.engine.namespace(prompt.salt, prompt.adapter))
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()

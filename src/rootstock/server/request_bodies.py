@@ -25,16 +25,17 @@ import anyio.from_thread
 import anyio.to_thread
 import numpy as np
 from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
+from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull, Unsupported
 from rootstock.runtime.host_memory import return_free_memory
 from rootstock.server.errors import ClientGone
 from rootstock.text.constraints.turns import let_others_work, refuse_gone
-from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
+from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_LABEL_CHARS
 from rootstock.units import MIB
 
 T = TypeVar("T")
@@ -76,6 +77,32 @@ class BoundedJsonRoute(APIRoute):
             return await handle(_LongRequest(request, body))
 
         return checked
+
+
+class StateRoute(BoundedJsonRoute):
+    """A route that shows or changes the server's state, with a JSON body or none.
+
+    It refuses parameters of the query that it does not declare.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = _parameters_of(self.dependant)
+
+        async def checked(request: Request) -> Response:
+            for name in request.query_params:
+                if name not in known:
+                    listed = ", ".join(sorted(known)) or "none"
+                    raise Unsupported(name[:MAX_LABEL_CHARS], f"Parameters of this route: {listed}.")
+            return await handle(request)
+
+        return checked
+
+
+def _parameters_of(dependant: Dependant) -> set[str]:
+    """Returns the names of the parameters of a query that a route and its dependencies declare."""
+    inner = (name for each in dependant.dependencies for name in _parameters_of(each))
+    return {*(field.alias for field in dependant.query_params), *inner}
 
 
 class _LongRequest(Request):

@@ -11,8 +11,8 @@ from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
 from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
-from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.prompt_bodies import PreparedPrompt
 from rootstock.server.wire import ApiCall, Json, call_of, hints_of
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
@@ -68,11 +68,11 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
     return counted
 
 
-def explained_prompt(model: ServedModel, body: PromptFields, tenant: str) -> ExplainedPrompt:
+def prepared_prompt(model: ServedModel, body: PromptFields, tenant: str) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     _, chat, _ = _prepared(model, body, PromptOwner.of(tenant, body.cache_salt))
-    return ExplainedPrompt.of_chat(chat)
+    return PreparedPrompt.of_chat(chat)
 
 
 def _prepared(

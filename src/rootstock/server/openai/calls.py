@@ -13,7 +13,6 @@ from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.cache_diagnostics import openai_diagnose
-from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.hints.headers import NO_HEAD, HeaderHints
 from rootstock.server.hints.sent import SentHints
 from rootstock.server.openai.answers import ChoiceFormat, OpenAIFormat
@@ -22,10 +21,11 @@ from rootstock.server.openai.completion_answers import CompletionFormat, Echo, P
 from rootstock.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
-    ExplainRequest,
     GenerationFields,
+    PromptRequest,
     StreamOptions,
 )
+from rootstock.server.prompt_bodies import PreparedPrompt
 from rootstock.server.wire import ApiCall, Diagnose, Json, call_of, hints_of
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.text.prompts.owner import PromptOwner
@@ -107,21 +107,21 @@ def completion_call(
     )
 
 
-def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> ExplainedPrompt:
+def prepared_prompt(model: ServedModel, body: PromptRequest, tenant: str) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     owner = PromptOwner.of(tenant, body.cache_salt)
     if body.messages is not None:
         chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), owner)
-        return ExplainedPrompt.of_chat(chat)
+        return PreparedPrompt.of_chat(chat)
     sent = _listed(body.prompt)
     if len(sent) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     [prompt] = prompts_of(sent, model.tokenizer)
     if len(prompt.tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompt.tokens, owner.salt, adapter=model.adapter)
+    return PreparedPrompt(prompt.tokens, owner.salt, adapter=model.adapter)
 
 
 def _call(

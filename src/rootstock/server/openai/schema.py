@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from rootstock.engine.idle.prefills import MOST_OF_OWNER
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import (
     USUAL_VERBOSITY,
-    ClosedWire,
     Count,
     JsonObject,
-    Label,
     ModelName,
     ReasoningFields,
     SamplingFields,
@@ -223,42 +220,13 @@ class CompletionRequest(GenerationFields):
             raise Unsupported("suffix", "Put the marks of the model's own infilling format into 'prompt'.")
 
 
-class ExplainRequest(TemplateFields):
+class PromptRequest(TemplateFields):
     """Either `messages`, as in a chat, or `prompt`, as in a completion."""
 
     model: ModelName = None
     messages: Messages | None = None
     prompt: Any = None
     cache_salt: str | None = None
-
-
-class ModelRequest(ClosedWire):
-    """The name of a model to load or unload."""
-
-    model: str
-
-
-class ReleaseRequest(ClosedWire):
-    """The pin that is released."""
-
-    id: Label
-
-
-class WarmRequest(ExplainRequest):
-    """Either one prompt, as in ExplainRequest, or several as `prompts`."""
-
-    prompts: Annotated[list[ExplainRequest], Field(max_length=MOST_OF_OWNER, fail_fast=True)] | None = None
-
-
-class ClearRequest(ClosedWire):
-    """The salt, or the public heads, the model and the tiers whose prefixes are removed."""
-
-    cache_salt: str | None = None
-    public: Annotated[bool, default_if_null(False)] = False  # the heads of --public-prompts
-    model: str | None = None
-    tiers: Annotated[
-        list[Literal["memory", "disk"]] | None, Field(max_length=2, description="all, if it is left out")
-    ] = None
 
 
 # Fields that name the sender, that tell how to schedule, bill, log or time the request, or that format content which

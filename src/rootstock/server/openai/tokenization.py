@@ -19,7 +19,7 @@ from rootstock.server.event_stream import Answerer
 from rootstock.server.fields import Label, Wire
 from rootstock.server.json_pieces import LazyList, items_text
 from rootstock.server.models import ModelRegistry
-from rootstock.server.openai.schema import ExplainRequest
+from rootstock.server.openai.schema import PromptRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.wire import Json
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
@@ -31,7 +31,7 @@ _LONG_ANSWER_TOKENS = 2_048  # an answer with more of them is not encoded on the
 _TOKENS_PER_PIECE = 2_048
 
 
-class TokenizeRequest(ExplainRequest):
+class TokenizeRequest(PromptRequest):
     """Either `messages`, as in a chat, or `prompt`: a text, or several."""
 
     add_special_tokens: Annotated[

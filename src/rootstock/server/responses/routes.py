@@ -1,4 +1,4 @@
-"""Routes of the Responses API."""
+"""The Responses API: its routes, and how its bodies make prompts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Annotated, Any, Literal, NoReturn
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from rootstock.config import ServerConfig
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
+from rootstock.pipeline.model import ServedModel
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
-from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
 from rootstock.server.json_pieces import dumps
 from rootstock.server.models import ModelRegistry
+from rootstock.server.prompt_bodies import PreparedPrompt, PromptReader, WireApi
 from rootstock.server.request_bodies import BoundedJsonRoute, count_more_bytes
 from rootstock.server.responses.answers import (
     CompactionBody,
@@ -25,7 +27,8 @@ from rootstock.server.responses.answers import (
 )
 from rootstock.server.responses.calls import Responses, input_items, parsed
 from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.responses.store import StoredResponse
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore, StoredResponse
 from rootstock.text.prompts.owner import salt_of
 
 # The engine's names of fields.
@@ -45,7 +48,19 @@ def _rename(error: RequestError, body: ResponseRequest) -> None:
 _POSTED = documented_errors(*MODEL_ROUTE)
 
 
-def response_routes(responses: Responses, answerer: Answerer, models: ModelRegistry) -> APIRouter:
+def responses_api(
+    models: ModelRegistry, answerer: Answerer, config: ServerConfig, store: ResponseStore
+) -> WireApi:
+    responses = Responses(store, Sealer(store.sealing_key), config.max_body_bytes)
+
+    def prepared(model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedPrompt:
+        return PreparedPrompt.of_chat(responses.chat(model, body, tenant))
+
+    reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
+    return WireApi(_response_routes(responses, answerer, models), {"responses": reader})
+
+
+def _response_routes(responses: Responses, answerer: Answerer, models: ModelRegistry) -> APIRouter:
     router = APIRouter(
         prefix="/v1/responses",
         tags=["Responses"],
@@ -153,24 +168,5 @@ def response_routes(responses: Responses, answerer: Answerer, models: ModelRegis
         raise Unsupported(
             "background", "A stored response is complete. Close the connection of a response to cancel it."
         )
-
-    return router
-
-
-def explain_route(responses: Responses, explainer: Explainer) -> APIRouter:
-    router = APIRouter(tags=["Cache"], route_class=BoundedJsonRoute)
-
-    @router.post(f"{EXPLAIN}/responses", responses=_POSTED)
-    async def explain(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
-        """Explains how much of the prompt of a request is cached, and why not more."""
-        try:
-            return await explainer.explain(
-                body.model,
-                request,
-                lambda model: ExplainedPrompt.of_chat(responses.chat(model, body, tenant)),
-            )
-        except RequestError as error:
-            _rename(error, body)
-            raise
 
     return router
