@@ -50,6 +50,9 @@ from rootstock.server.explainer import Explainer
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
+from rootstock.server.ollama.errors import ollama_error_body
+from rootstock.server.ollama.routes import ROOT as OLLAMA
+from rootstock.server.ollama.routes import ollama_routes
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.embeddings import embedding_routes
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
@@ -88,7 +91,7 @@ def create_app(
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
-    forms = ErrorForms({"/v1/messages": messages_error_body})
+    forms = ErrorForms({"/v1/messages": messages_error_body, OLLAMA: ollama_error_body})
     sessions = LoginSessions()
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
@@ -123,6 +126,7 @@ def create_app(
     responses = Responses(store, Sealer(store.sealing_key), config.max_body_bytes)
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
+    app.include_router(ollama_routes(models, answerer, config))
     app.include_router(adapter_routes(models, config))
     app.include_router(embedding_routes(models, answerer))
     app.include_router(tokenization_routes(models, answerer))
@@ -181,6 +185,7 @@ def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
+    @router.head("/")  # with which Ollama's clients ask whether the server runs
     async def root(request: Request) -> Response:
         if page is not None and wants_html(request):
             return page(request)

@@ -1,0 +1,78 @@
+"""Calls of Ollama's chats and generations: a body as a request to the engine, and the format of its response."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import replace
+
+from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
+from rootstock.engine.request import requests_for
+from rootstock.pipeline.model import ServedModel
+from rootstock.server.hints.headers import HeaderHints
+from rootstock.server.hints.sent import SentHints
+from rootstock.server.ollama.answers import AnswerTimes, OllamaFormat
+from rootstock.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from rootstock.server.wire import ApiCall, call_of, hints_of
+from rootstock.text.output.deltas import TextOnly
+from rootstock.text.prompts.prompt_tokenizer import text_tokens
+from rootstock.text.prompts.salt import salt_of
+
+
+def ollama_call(
+    model: ServedModel,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    tenant: str,
+    head: HeaderHints,
+    began_ns: int,
+) -> ApiCall:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    times = AnswerTimes(began_ns, time.monotonic_ns())
+    body.refuse_unsupported()
+    options, kept_s = body.options, body.keep_alive_s()
+    sampling = options.sampling(model.vocab_size, model.defaults, body.asked_logprobs)
+    stop = options.stopping(options.max_tokens, model.vocab_size)
+    salt, id = salt_of(tenant, body.salt), f"ollama-{uuid.uuid4().hex}"
+    asked, name = body.constraint(), body.model or model.name
+    if isinstance(body, OllamaGenerateRequest) and body.raw:
+        hints = hints_of(body, head, tenant, body.salt, (), tuple(body.ignored()))
+        hints = with_keep_alive(hints, kept_s, tenant)
+        model.tokenizer.refuse_more_chars(len(body.prompt))
+        requests = requests_for(
+            id,
+            [text_tokens(model.tokenizer, body.prompt)],
+            1,
+            sampling,
+            stop,
+            salt=salt,
+            constraint=model.compiled(asked, salt, tenant),
+            hints=hints.cache,
+            adapter=model.adapter,
+        )
+        raw = OllamaFormat(name, False, TextOnly, model.model_tokenizer, times, hints)
+        return call_of(model, raw, requests, stream=body.stream)
+    conversation = body.conversation(model.model_tokenizer.template_names)
+    chat = model.prepared_chat(conversation, salt, tenant, asked, body.reasoning_budget())
+    hints = hints_of(body, head, tenant, body.salt, chat.prompt.marks, chat.ignored)
+    hints = with_keep_alive(hints, kept_s, tenant)
+    is_chat = isinstance(body, OllamaChatRequest)
+    return call_of(
+        model,
+        OllamaFormat(name, is_chat, chat.new_parser, model.model_tokenizer, times, hints),
+        chat.requests(id, 1, sampling, stop, hints=hints.cache),
+        stream=body.stream,
+        chat=chat,
+    )
+
+
+def with_keep_alive(hints: SentHints, kept_s: float | None, tenant: str) -> SentHints:
+    """Adds the wish of `keep_alive`: the cache keeps the prompt and its answer for so long. 0: it wishes nothing."""
+    if not kept_s:
+        return hints
+    ttl_s = kept_s if 0 < kept_s <= MAX_TTL_S else MAX_TTL_S
+    decided = hints.decided
+    if ttl_s != kept_s:
+        decided = (*decided, HintOutcome("keep_alive", Verdict.CLIPPED, f"at most {MAX_TTL_S:.0f} s"))
+    cache = hints.cache or CacheHints(tenant)
+    retentions = (*cache.retentions, RetentionWish("keep_alive", None, ttl_s))
+    return replace(hints, cache=replace(cache, retentions=retentions), decided=decided)
