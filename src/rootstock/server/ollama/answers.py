@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel
-
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError
 from rootstock.server.hints.sent import NO_HINTS, SentHints
@@ -30,25 +28,6 @@ from rootstock.text.output.reasoning_tokens import parsed_answer
 from rootstock.text.tokenizer import ModelTokenizer
 
 NDJSON = "application/x-ndjson"
-
-
-class OllamaAnswer(BaseModel):
-    """A whole answer, for the OpenAPI document. A chat's has `message`, a generation's has `response`."""
-
-    model: str
-    created_at: str
-    message: dict[str, Any] | None = None
-    response: str | None = None
-    thinking: str | None = None
-    done: bool
-    done_reason: str
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-    prompt_eval_cached_count: int
-    prompt_eval_duration: int
-    eval_count: int
-    eval_duration: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
@@ -13,9 +14,10 @@ from rootstock.server.hints.headers import HeaderHints
 from rootstock.server.hints.sent import SentHints
 from rootstock.server.ollama.answers import AnswerTimes, OllamaFormat
 from rootstock.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
-from rootstock.server.wire import ApiCall, call_of, hints_of
+from rootstock.server.wire import ApiCall, Json, call_of, hints_of
+from rootstock.text.conversation.types import IgnoredField
 from rootstock.text.output.deltas import TextOnly
-from rootstock.text.prompts.prompt_tokenizer import text_tokens
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark, text_tokens
 from rootstock.text.prompts.salt import salt_of
 
 
@@ -29,40 +31,29 @@ def ollama_call(
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     times = AnswerTimes(began_ns, time.monotonic_ns())
     body.refuse_unsupported()
-    options, kept_s = body.options, body.keep_alive_s()
+    options, asked, name = body.options, body.constraint(), body.model or model.name
     sampling = options.sampling(model.vocab_size, model.defaults, body.asked_logprobs)
     stop = options.stopping(options.max_tokens, model.vocab_size)
     salt, id = salt_of(tenant, body.salt), f"ollama-{uuid.uuid4().hex}"
-    asked, name = body.constraint(), body.model or model.name
+
+    def hints_for(marks: Sequence[PlacedMark], warnings: tuple[IgnoredField, ...]) -> SentHints:
+        hints = hints_of(body, head, tenant, body.salt, marks, warnings)
+        return with_keep_alive(hints, body.keep_alive_s(), tenant)
+
     if isinstance(body, OllamaGenerateRequest) and body.raw:
-        hints = hints_of(body, head, tenant, body.salt, (), tuple(body.ignored()))
-        hints = with_keep_alive(hints, kept_s, tenant)
-        model.tokenizer.refuse_more_chars(len(body.prompt))
-        requests = requests_for(
-            id,
-            [text_tokens(model.tokenizer, body.prompt)],
-            1,
-            sampling,
-            stop,
-            salt=salt,
-            constraint=model.compiled(asked, salt, tenant),
-            hints=hints.cache,
-            adapter=model.adapter,
-        )
+        hints, tokenizer = hints_for((), tuple(body.ignored())), model.tokenizer
+        tokenizer.refuse_more_chars(len(body.prompt))
+        prompts, constraint = [text_tokens(tokenizer, body.prompt)], model.compiled(asked, salt, tenant)
+        fields: Json = {"salt": salt, "constraint": constraint, "hints": hints.cache}
+        requests = requests_for(id, prompts, 1, sampling, stop, adapter=model.adapter, **fields)
         raw = OllamaFormat(name, False, TextOnly, model.model_tokenizer, times, hints)
         return call_of(model, raw, requests, stream=body.stream)
     conversation = body.conversation(model.model_tokenizer.template_names)
     chat = model.prepared_chat(conversation, salt, tenant, asked, body.reasoning_budget())
-    hints = hints_of(body, head, tenant, body.salt, chat.prompt.marks, chat.ignored)
-    hints = with_keep_alive(hints, kept_s, tenant)
-    is_chat = isinstance(body, OllamaChatRequest)
-    return call_of(
-        model,
-        OllamaFormat(name, is_chat, chat.new_parser, model.model_tokenizer, times, hints),
-        chat.requests(id, 1, sampling, stop, hints=hints.cache),
-        stream=body.stream,
-        chat=chat,
-    )
+    hints, is_chat = hints_for(chat.prompt.marks, chat.ignored), isinstance(body, OllamaChatRequest)
+    format = OllamaFormat(name, is_chat, chat.new_parser, model.model_tokenizer, times, hints)
+    requests = chat.requests(id, 1, sampling, stop, hints=hints.cache)
+    return call_of(model, format, requests, stream=body.stream, chat=chat)
 
 
 def with_keep_alive(hints: SentHints, kept_s: float | None, tenant: str) -> SentHints:

@@ -1,11 +1,9 @@
-"""The models of the server as Ollama's API describes them: a list, one model, and those that are loaded."""
+"""The models of the server as Ollama's API describes them. A model that is not loaded has no numbers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from rootstock.pipeline.model import ServedModel
 from rootstock.server.embedding_model import AnyModel
@@ -18,11 +16,6 @@ _BYTES_PER_PARAMETER = {"int4": 0.5, "int8": 1.0, "float32": 4.0}
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
 
-def tagged(name: str) -> str:
-    """Returns a model's name with a tag, as all names of Ollama's have one."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
 def served_name(models: ModelRegistry, asked: str | None) -> str | None:
     """Returns the name by which the server knows a model: clients add or leave out the tag 'latest'."""
     if asked is None:
@@ -31,81 +24,71 @@ def served_name(models: ModelRegistry, asked: str | None) -> str | None:
     return next((one for one in (asked, asked.removesuffix(LATEST), asked + LATEST) if one in names), asked)
 
 
-class OllamaModels:
-    """The description of models. A model that is not loaded has no numbers."""
+def listed(models: ModelRegistry, name: str) -> Json:
+    """Returns the entry of a name in the list of models."""
+    slot = models.slot(name)
+    # Names of one model have one digest, as Ollama's tags of one model do.
+    identity = name if models.is_adapter(name) else slot.name
+    tagged = name if ":" in name.rpartition("/")[2] else name + LATEST  # as all names of Ollama's are
+    return {
+        "name": tagged,
+        "model": tagged,
+        "size": _bytes_of(slot.model),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        **_described(models, name),
+    }
 
-    def __init__(self, models: ModelRegistry) -> None:
-        self._models = models
 
-    def listed(self, names: Iterable[str]) -> list[Json]:
-        return [self._entry(name) for name in names]
+def running(models: ModelRegistry, name: str) -> Json | None:
+    """Returns the entry of a name in the list of loaded models. None: it is not loaded."""
+    slot = models.slot(name)
+    model = slot.model
+    if model is None:
+        return None
+    config, expires = slot.config, _NEVER
+    if config is not None and config.idle_unload_s is not None and not config.pin:
+        expires = datetime.now(UTC) + timedelta(seconds=config.idle_unload_s)
+    return listed(models, name) | {
+        "expires_at": expires.isoformat(),
+        "size_vram": 0 if model.description.device == "cpu" else _bytes_of(model),
+        "context_length": _context_length(model),
+    }
 
-    def loaded(self, names: Iterable[str]) -> list[Json]:
-        found = [(name, slot, slot.model) for name in names for slot in [self._models.slot(name)]]
-        return [
-            self._entry(name)
-            | {
-                "expires_at": _expires_at(slot),
-                "size_vram": 0 if _device(model) == "cpu" else _bytes_of(model),
-                "context_length": _context_length(model),
-            }
-            for name, slot, model in found
-            if model is not None
-        ]
 
-    def shown(self, name: str | None) -> Json:
-        """Raises ModelNotFound and MissingParameter."""
-        slot = self._models.slot(name)
-        model, name = slot.model, name or slot.name
-        told: Json = {
-            "details": self._details(name, model),
-            "capabilities": _capabilities(slot),
-            "model_info": {},
-            "modified_at": _modified_at(slot),
+def shown(models: ModelRegistry, name: str | None) -> Json:
+    """Returns the description of one model. Raises ModelNotFound and MissingParameter."""
+    slot = models.slot(name)
+    info: Json = {}
+    if (model := slot.model) is not None:
+        family = model.description.architecture
+        info = {
+            "general.architecture": family,
+            "general.parameter_count": model.description.parameters,
+            f"{family}.context_length": _context_length(model),
         }
-        if model is not None:
-            family = model.description.architecture
-            told["model_info"] = {
-                "general.architecture": family,
-                "general.parameter_count": model.description.parameters,
-                f"{family}.context_length": _context_length(model),
-            }
-        if isinstance(model, ServedModel):
-            sampled = model.defaults
-            numbers = {"temperature": sampled.temperature, "top_k": sampled.top_k, "top_p": sampled.top_p}
-            told["parameters"] = "\n".join(f"{option:<30} {value}" for option, value in numbers.items())
-        return told
+    return _described(models, name or slot.name) | {"model_info": info}
 
-    def _entry(self, name: str) -> Json:
-        slot = self._models.slot(name)
-        # Names of one model have one digest, as Ollama's tags of one model do.
-        of_adapter = self._models.is_adapter(name)
-        digest = hashlib.sha256((name if of_adapter else slot.name).encode()).hexdigest()
-        return {
-            "name": tagged(name),
-            "model": tagged(name),
-            "modified_at": _modified_at(slot),
-            "size": _bytes_of(slot.model),
-            "digest": digest,
-            "details": self._details(name, slot.model),
-            "capabilities": _capabilities(slot),
-        }
 
-    def _details(self, name: str, model: AnyModel | None) -> Json:
-        told: dict[str, Any] = {
-            "parent_model": self._models.slot(name).name if self._models.is_adapter(name) else "",
-            "format": "safetensors",
-            "family": "",
-            "families": [],
-            "parameter_size": "",
-            "quantization_level": "",
-        }
-        if model is not None:
-            described = model.description
-            told["family"], told["families"] = described.architecture, [described.architecture]
-            told["parameter_size"] = _in_billions(described.parameters)
-            told["quantization_level"] = _weights(model)
-        return told
+def _described(models: ModelRegistry, name: str) -> Json:
+    slot = models.slot(name)
+    details: Json = {
+        "parent_model": slot.name if models.is_adapter(name) else "",
+        "format": "safetensors",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    if (model := slot.model) is not None:
+        family, count = model.description.architecture, model.description.parameters
+        size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+        details |= {"family": family, "families": [family], "parameter_size": size}
+        details["quantization_level"] = _weights(model)
+    return {
+        "modified_at": datetime.fromtimestamp(slot.created, UTC).isoformat(),
+        "details": details,
+        "capabilities": _capabilities(slot),
+    }
 
 
 def _capabilities(slot: ModelSlot) -> list[str]:
@@ -116,18 +99,6 @@ def _capabilities(slot: ModelSlot) -> list[str]:
         return ["completion"]
     more = {"tools": model.output.has_calls, "thinking": model.output.shows_reasoning}
     return ["completion", *(name for name, has in more.items() if has)]
-
-
-def _modified_at(slot: ModelSlot) -> str:
-    return datetime.fromtimestamp(slot.created, UTC).isoformat()
-
-
-def _expires_at(slot: ModelSlot) -> str:
-    """Returns when the model will be unloaded, if no request uses it until then."""
-    config = slot.config
-    if config is None or config.pin or config.idle_unload_s is None:
-        return _NEVER.isoformat()
-    return (datetime.now(UTC) + timedelta(seconds=config.idle_unload_s)).isoformat()
 
 
 def _weights(model: AnyModel) -> str:
@@ -144,11 +115,3 @@ def _bytes_of(model: AnyModel | None) -> int:
 
 def _context_length(model: AnyModel) -> int:
     return model.context_limit if isinstance(model, ServedModel) else model.engine.most_tokens
-
-
-def _device(model: AnyModel) -> str:
-    return model.description.device
-
-
-def _in_billions(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,10 +21,10 @@ from rootstock.server.embedding_answers import (
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer, EventStream
 from rootstock.server.models import ModelRegistry
-from rootstock.server.ollama.answers import NDJSON, OllamaAnswer, now
+from rootstock.server.ollama.answers import NDJSON, now
 from rootstock.server.ollama.calls import ollama_call
 from rootstock.server.ollama.errors import OllamaErrorBody
-from rootstock.server.ollama.models import OllamaModels, served_name
+from rootstock.server.ollama.models import listed, running, served_name, shown
 from rootstock.server.ollama.schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -52,8 +51,7 @@ def ollama_routes(models: ModelRegistry, answerer: Answerer, config: ServerConfi
         route_class=BoundedJsonRoute,
         responses=documented_errors(*MODEL_ROUTE, body=OllamaErrorBody),
     )
-    described = OllamaModels(models)
-    streamed: dict[int | str, dict[str, Any]] = {200: {"model": OllamaAnswer, "content": {NDJSON: {}}}}
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}}
 
     async def answered(
         body: OllamaChatRequest | OllamaGenerateRequest, request: Request, tenant: str
@@ -70,18 +68,18 @@ def ollama_routes(models: ModelRegistry, answerer: Answerer, config: ServerConfi
 
     async def loaded(body: OllamaChatRequest | OllamaGenerateRequest, request: Request) -> Json:
         """Loads the model, or unloads it where `keep_alive` is 0."""
-        name = served_name(models, body.model)
-        is_unload = body.keep_alive_s() == 0
-        if is_unload:
+        asked = served_name(models, body.model)
+        name, reason = asked or models.slot(None).name, "load"
+        if body.keep_alive_s() == 0:
             refuse_unless(is_operator(request), config)
-            await models.unload(name or models.slot(None).name, request)
+            await models.unload(name, request)
+            reason = "unload"
         else:
-            (await models.use_any(name, request, "generate")).end()
-        empty = isinstance(body, OllamaGenerateRequest)
-        said = {"response": ""} if empty else {"message": {"role": "assistant", "content": ""}}
-        reason = "unload" if is_unload else "load"
-        model = body.model or models.slot(None).name
-        return {"model": model, "created_at": now(), **said, "done": True, "done_reason": reason}
+            (await models.use_any(asked, request, "generate")).end()
+        is_chat = isinstance(body, OllamaChatRequest)
+        said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        told = {"model": body.model or name, "created_at": now(), **said}
+        return told | {"done": True, "done_reason": reason}
 
     @router.post("/chat", response_model=None, responses=streamed)
     async def chat(body: OllamaChatRequest, request: Request, tenant: Tenant) -> Response | Json:
@@ -119,12 +117,9 @@ def ollama_routes(models: ModelRegistry, answerer: Answerer, config: ServerConfi
             models, answerer, request, lambda: query, lambda _, held: {"embedding": next(held.encoded(), [])}
         )
 
-    def names(request: Request) -> Iterator[str]:
-        return (name for name in models.names if may_use_model(request, name))
-
     async def tags(request: Request) -> Json:
         """Lists the models and their aliases that the tenant may use."""
-        return {"models": described.listed(names(request))}
+        return {"models": [listed(models, name) for name in models.names if may_use_model(request, name)]}
 
     async def version() -> Json:
         """Tells the version of Ollama's API, and the server's own."""
@@ -135,16 +130,17 @@ def ollama_routes(models: ModelRegistry, answerer: Answerer, config: ServerConfi
         router.head(path, include_in_schema=False)(get)
 
     @router.get("/ps")
-    async def running(request: Request) -> Json:
+    async def loaded_models(request: Request) -> Json:
         """Lists the loaded models that the tenant may use."""
-        return {"models": described.loaded(names(request))}
+        found = [running(models, name) for name in models.names if may_use_model(request, name)]
+        return {"models": [one for one in found if one is not None]}
 
     @router.post("/show")
     async def show(body: OllamaModelRequest, request: Request) -> Json:
         """Describes a model. One that is not loaded has no numbers."""
         name = served_name(models, body.model or body.name)
         refuse_model_of_others(request, name or models.slot(None).name)
-        return described.shown(name)
+        return shown(models, name)
 
     async def refused(request: Request) -> None:
         """Refuses to change the models."""

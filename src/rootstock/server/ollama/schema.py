@@ -49,30 +49,21 @@ from rootstock.text.limits import (
 
 Json = dict[str, Any]
 
-_DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{0,9})?(?:ns|us|µs|ms|s|m|h))+")  # Go's
+_DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h))+")  # Go's
 _PART = re.compile(r"([0-9.]+)([a-zµ]+)")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _TOLD_OPTIONS = 16  # further ones without effect are not named
 
-_OF_SERVER = "options of the server decide about it, for all requests"
 _NEVER_CUT = "a prompt is never cut: one that does not fit is refused"
-_OTHER_OPTION = "the sampler does not have it"
+_OF_SERVER = ("num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram")
 _REASONS: Mapping[str, str] = {
     "num_ctx": "the context limit is the server's: serve with --context-limit",
     "num_keep": _NEVER_CUT,
     "repeat_last_n": "penalties read the whole prompt and answer",
-    **dict.fromkeys(
-        (
-            "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram",
-            "f16_kv", "draft_num_predict",
-        ),
-        _OF_SERVER,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(_OF_SERVER, "options of the server decide about it, for all requests"),
+}
 # Values of options that ask for what the server does anyway.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "mirostat": (0,), "repeat_last_n": (-1,), "tfs_z": (1,), "typical_p": (1,),
-}  # fmt: skip
+_NEUTRAL: Mapping[str, Any] = {"mirostat": 0, "repeat_last_n": -1, "tfs_z": 1, "typical_p": 1}
 
 
 class OllamaOptions(SamplingFields):
@@ -99,13 +90,11 @@ class OllamaOptions(SamplingFields):
 
     def ignored(self) -> Iterator[IgnoredField]:
         """Yields the options that have no effect."""
-        others = [
-            name
-            for name, value in (self.model_extra or {}).items()
-            if not is_empty(value) and value is not False and value not in _NEUTRAL.get(name, ())
-        ]
-        for name in others[:_TOLD_OPTIONS]:
-            yield IgnoredField(f"options.{name[:MAX_NAME_CHARS]}", _REASONS.get(name, _OTHER_OPTION))
+        others = (self.model_extra or {}).items()
+        names = [name for name, value in others if value not in (None, False, _NEUTRAL.get(name))]
+        for name in names[:_TOLD_OPTIONS]:
+            reason = _REASONS.get(name, "the sampler does not have it")
+            yield IgnoredField(f"options.{name[:MAX_NAME_CHARS]}", reason)
 
 
 class OllamaFields(ReasoningFields, HintFields):
@@ -153,10 +142,7 @@ class OllamaFields(ReasoningFields, HintFields):
             return float(asked) if asked else None
         if not _DURATION.fullmatch(asked):
             raise InvalidParameter("keep_alive", asked, "seconds, or a duration such as '5m' or '1h30m'")
-        try:
-            seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(asked))
-        except (ValueError, KeyError) as error:
-            raise InvalidParameter("keep_alive", asked, "a duration such as '5m'") from error
+        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(asked))
         return -seconds if asked.startswith("-") else seconds
 
     def constraint(self) -> Constraint | None:
@@ -225,10 +211,9 @@ class OllamaGenerateRequest(OllamaFields):
             raise Unsupported("template", "Serve with --chat-template FILE, or send 'raw'. Leave it out.")
         if not is_empty(self.context):
             raise Unsupported("context", "Send the conversation to /api/chat. Leave it out.")
-        if self.raw and self.system:
-            raise Unsupported("system", "A raw prompt is not rendered: put it into 'prompt'. Leave it out.")
-        if self.raw and self.images:
-            raise Unsupported("images", "A raw prompt is text. Leave it out.")
+        if self.raw and (self.system or self.images):
+            name = "system" if self.system else "images"
+            raise Unsupported(name, "A raw prompt is the text of 'prompt' alone. Leave it out.")
 
     def conversation(self, names: TemplateNames) -> Conversation:
         """Makes a conversation of the prompt. Raises RequestError."""
