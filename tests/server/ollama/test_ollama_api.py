@@ -1,4 +1,4 @@
-"""Ollama's routes: answers whole and streamed, fields, errors, the list of models, tenants, limits, logs and traces."""
+"""Ollama's routes: answers, fields, errors, the list of models, tenants, limits, logs, metrics and traces."""
 
 from __future__ import annotations
 
