@@ -59,10 +59,14 @@ def structured() -> str:
 
 def share_of(messages: list[Any], **fields: Any) -> str:
     """Returns the cached share of a prompt, which the client's types leave out of an answer."""
-    sent = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages]
-    body = {"model": model, "messages": sent, "stream": False, **fields}
-    told = client._client.post("/api/chat", json=body).json()
-    return checks.share(told["prompt_eval_cached_count"], told["prompt_eval_count"])
+    told: list[Any] = []
+
+    def note(response: Any) -> None:
+        response.read()
+        told.append(response.json())
+
+    Client(checks.URL, event_hooks={"response": [note]}).chat(model=model, messages=messages, **fields)
+    return checks.share(told[0]["prompt_eval_cached_count"], told[0]["prompt_eval_count"])
 
 
 def second_turn() -> str:
