@@ -320,7 +320,7 @@ def test_tenants_and_salts_share_no_prefix(served: Any) -> None:
 
 def test_requests_have_log_lines_and_metrics(served: Any, caplog: pytest.LogCaptureFixture) -> None:
     def counted() -> float:
-        count: float = served.metric("rootstock_http_responses_total", route="/api/chat", status="2xx")
+        count: float = served.metric("rootstock_requests_total", route="/api/chat", outcome="ok")
         return count
 
     before = counted()
