@@ -124,6 +124,7 @@ PYTHON = {
     "instructor": PythonClient("use_instructor.py", "instructor", "instructor"),
     "openai-agents": PythonClient("use_openai_agents.py", "openai-agents", "openai-agents"),
     "haystack": PythonClient("use_haystack.py", "haystack-ai", "haystack-ai"),
+    "ollama": PythonClient("use_ollama.py", "ollama", "ollama"),
 }
 # Pinned: the packages of one client must fit each other, and a major version may rename what a driver calls.
 ZOD = "zod@4.6.7"
@@ -137,6 +138,7 @@ LANGCHAIN_JS = ("@langchain/openai@1.6.0", "@langchain/core@1.4.0", "@langchain/
 JAVASCRIPT = {
     "openai-node": NodeClient("use_openai_node.mjs", ("openai@7.57.0", ZOD)),
     "anthropic-node": NodeClient("use_anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0", ZOD)),
+    "ollama-js": NodeClient("use_ollama_node.mjs", ("ollama@0.6.3", ZOD)),
     "AI SDK compatible": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "compatible"),
     "AI SDK openai": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "responses"),
     "AI SDK openai.chat": NodeClient("use_ai_sdk.mjs", (*AI_SDK, ZOD), "chat"),

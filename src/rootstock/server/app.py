@@ -47,6 +47,7 @@ from rootstock.server.fields import ClosedWire
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
 from rootstock.server.models import ModelRegistry
+from rootstock.server.ollama.routes import ollama_api
 from rootstock.server.openai.routes import openai_api
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
@@ -86,6 +87,7 @@ def create_app(
         openai_api(models, answerer),
         anthropic_api(models, answerer),
         responses_api(models, answerer, config, store),
+        ollama_api(models, answerer, config),
     )
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({api.root: api.error_form for api in apis if api.root is not None})
@@ -146,6 +148,7 @@ def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
+    @router.head("/")  # with which Ollama's clients ask whether the server runs
     async def root(request: Request) -> Response:
         if page is not None and wants_html(request):
             return page(request)

@@ -34,6 +34,10 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 
 
