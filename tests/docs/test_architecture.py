@@ -1,4 +1,4 @@
-"""docs/architecture.md names code that exists and the traced way of a request. Words that it declares gone are gone."""
+"""docs/architecture.md names code that exists and a request's traced way. Words that it declares gone are gone."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def old_tip(text, reach, Loader=None):
 
 def test_the_way_of_one_request_is_the_traced_one() -> None:
     """The functions of the section "One request" are called for a plain chat, in this order."""
-    section = PAGE[PAGE.index("## One request") : PAGE.index("## What other requests add")]
+    section = PAGE[PAGE.index("## One request") : PAGE.index("## Additions of other requests")]
     rows = re.findall(r"^\|[^|]*\| \**`([\w/]+\.py)`\** \| `([\w.]+)` \|", section, re.M)
     assert len(rows) == section.count("\n|") - 2, "a row without a file and a function"
     tracer = Tracer()
