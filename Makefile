@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs-installed
 MODEL ?=
 ID ?=
 ARGS ?=
@@ -12,13 +13,17 @@ ARGS ?=
 setup: $(STAMP)
 
 # uv is used where it is on the PATH. It does not read pip's settings, so pip follows where uv finds no packages.
+define install
+	@if command -v uv >/dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; then :; \
+	else $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]'; fi
+endef
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Rootstock and its tools into $(VENV), about 1.6 GB on disk."
 	@echo "A first time downloads about 400 MB, most of it torch; on Linux torch brings CUDA's libraries, gigabytes more,"
 	@echo "unless the package index has the build for CPUs (uv: UV_TORCH_BACKEND=cpu)."
-	@if command -v uv >/dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e '.[dev]'; then :; \
-	else $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'; fi
+	$(call install,dev)
 	@touch $@
 
 check: setup
@@ -58,9 +63,14 @@ soak: setup
 	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/property
 	$(BIN)/python bench/show/run.py soak
 
-# Generates docs/cli.md.
-docs: setup
+# Generates docs/cli.md, and builds the site of docs/ in build/site, without the network.
+docs: $(DOCS)
 	$(BIN)/python -m rootstock.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(DOCS): $(STAMP)
+	$(call install,docs)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -64,7 +64,7 @@ _freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_frozen() -> Iterator[None]:
-    """Keeps frozen what `pytest_collection_finish` has frozen: an unload of a model collects everything twice."""
+    """Keeps frozen the objects that `pytest_collection_finish` has frozen: an unload collects all twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
@@ -73,7 +73,7 @@ def kept_frozen() -> Iterator[None]:
 
 @pytest.fixture
 def really_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the code of a test freeze, and collect what it has frozen, as servers do."""
+    """Lets the code of a test freeze, and collect its frozen objects, as servers do."""
     monkeypatch.setattr(gc, "freeze", _freeze)
     monkeypatch.setattr(gc, "unfreeze", _unfreeze)
     yield

@@ -1,6 +1,6 @@
 """Cases of a measurement, each in a process of its own: a crash, a hang or a lack of memory ends one case only.
 
-A case is sent to the process as JSON. The process appends what it finds to a file, line by line, so that the figures
+A case is sent to the process as JSON. The process appends its findings to a file, line by line, so that the figures
 before a crash are kept.
 """
 
@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 
 _WATCH_S = 0.05  # between two looks at the process's memory
 _END_S = 10.0  # for a killed process to end: one that waits for a device may not end at once
-_MOST_BYTES = 1 << 20  # of what a process writes
+_MOST_BYTES = 1 << 20  # of a process's output
 _FRAMES = 6  # of a traceback
 
 

@@ -382,7 +382,7 @@ def load(job: Job) -> Iterator[Figures]:
 
 
 def _public_config(directory: Path) -> Figures:
-    """Returns the fields of config.json that say how large a model is. They name nobody."""
+    """Returns the fields of config.json that say how large a model is. They name no person."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     known = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -56,7 +56,7 @@ def _names_of_machine() -> list[str]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of whole words, the longest first. A single letter names nobody."""
+    """Returns a pattern of whole words, the longest first. A single letter names no person."""
     known = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
     words = "|".join(map(re.escape, known)) or r"(?!)"
     return re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)

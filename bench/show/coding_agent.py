@@ -132,7 +132,7 @@ class Event:
 
 
 def events() -> list[Event]:
-    """Returns the events of a coding agent. Bars are the shares that a real one leaves in common by what it sends.
+    """Returns the events of a coding agent. Bars are the shares that a real one leaves in common by its requests.
 
     The bar of the round trip is lower: the tiny model's tokenizer has more tokens for the marks of a turn.
     """

@@ -126,7 +126,7 @@ PYTHON = {
     "haystack": PythonClient("use_haystack.py", "haystack-ai", "haystack-ai"),
     "ollama": PythonClient("use_ollama.py", "ollama", "ollama"),
 }
-# Pinned: the packages of one client must fit each other, and a major version may rename what a driver calls.
+# Pinned: the packages of one client must fit each other, and a major version may rename a function of a driver.
 ZOD = "zod@4.6.7"
 AI_SDK = (
     "ai@7.0.173",

@@ -125,7 +125,7 @@ class Image:
             print(f"  USER {user}:{group}: it cannot run {python.resolve()}", flush=True)
             return
         self.user = asked
-        # As Docker sets it for a user without an entry in /etc/passwd. The image's ENV has another one.
+        # Docker sets it so for a user without an entry in /etc/passwd. The image's ENV has another one.
         self.environment["HOME"] = "/"
 
     def start(self) -> tuple[subprocess.Popen[bytes], bool]:

@@ -8,9 +8,9 @@ an end (llamas.py).
   mlx, torch   `rootstock serve --runtime`, defaults but for dtype, device and the memory of its cache
   mlx-lm       `mlx_lm.server` with a prompt cache without a limit in practice, and once with its default of ten
 
-Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is what a cache computes
-that resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier answer: it
-decodes one step ahead, so that its cache has an answer's last token, too.
+Tokens computed are those of `usage`: prompt tokens less cached ones. The least possible is the work of a
+cache that resumes at every token and forgets nothing. mlx-lm can be below it by one token for each earlier
+answer: it decodes one step ahead, so that its cache has an answer's last token, too.
 
 One request at a time, turn by turn over the agents, is the same load for every side. There the MLX runtime must
 compute the same tokens as the torch runtime. Then all agents ask at once in each turn. Times, of the wall and of the
@@ -49,7 +49,7 @@ KV_BUDGET = "1GiB"
 MODEL = "default_model"  # the name of mlx-lm's server for the model it was started with; ours takes any
 KINDS = {"full": "llama", "states": "qwen3_next", "windows": "gemma3_text"}
 LAYERS: dict[str, dict[str, Any]] = {
-    # mlx-lm takes every sixth layer of Gemma 3 as one of full attention, whatever the configuration says.
+    # mlx-lm takes every sixth layer of Gemma 3 as one of full attention, with any configuration.
     "windows": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_hidden_layers": 6},
 }
 UNLIMITED = ("--prompt-cache-size", "100000")

@@ -110,7 +110,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Run:
-    """What the run of a suite needs."""
+    """Requirements of a suite's run."""
 
     url: str
     folder: Path  # for packages and files of this suite, used again by later runs

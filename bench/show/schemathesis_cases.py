@@ -296,7 +296,7 @@ def main() -> None:
 
 
 def prepare(case: Any, path: str, known: Known, number: int, session: requests.Session) -> None:
-    """Completes a valid case by what its route needs: a cached prompt, or a name or an id that the server knows."""
+    """Completes a valid case by the needs of its route: a cached prompt, or a name or an id that the server knows."""
     if path == "/v1/cache/pin":
         answering, length = ANSWERED_BY[case.body["api"]]
         told = case.body["body"] | {length: 1}
@@ -330,7 +330,7 @@ def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
         number = next(asked)
         is_valid = False
         if valid is not None:
-            # Always drawn: hypothesis wants the same draws of the same choices, whatever was asked before.
+            # Always drawn: hypothesis wants the same draws of the same choices, after any earlier questions.
             prompt, others = draws.draw(valid[0]), draws.draw(valid[1])
             how = BODIES[number % len(BODIES)]
             is_valid = how == "valid"

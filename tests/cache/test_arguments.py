@@ -54,7 +54,7 @@ def make(kind: str = "full") -> KVCache:
 
 
 def counts(cache: KVCache) -> tuple[object, ...]:
-    """Returns what a refused call must not change."""
+    """Returns the state that a refused call must not change."""
     cache.check()
     stats = cache.stats()
     return stats, [(lease.num_computed_tokens, lease.table_blocks) for lease in cache._leases.values()]

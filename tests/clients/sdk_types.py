@@ -18,7 +18,7 @@ from typing_extensions import TypeAliasType
 
 @dataclass
 class Findings:
-    """What an answer's values are in comparison with the types. Names are those of a type and its field."""
+    """Comparison of an answer's values with the types. Names are those of a type and its field."""
 
     wrong: set[str] = field(
         default_factory=set

@@ -81,7 +81,7 @@ FIELDS: dict[str, list[Json]] = {
 # Fields beyond the SDKs' types, which clients ignore.
 BEYOND = {
     "/v1/chat/completions": {
-        # vLLM's: what has ended the answer; reasoning, under both of its names
+        # vLLM's: the string that has ended the answer; reasoning, under both of its names
         "Choice.stop_reason", "ChoiceDelta.reasoning", "ChoiceDelta.reasoning_content",
         "ChatCompletionMessage.reasoning", "ChatCompletionMessage.reasoning_content",
         # Our diagnosis of a miss, and custom tools, which the types have in whole answers only

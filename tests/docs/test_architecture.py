@@ -1,4 +1,4 @@
-"""docs/architecture.md names code that exists, and the words that it declares gone are gone."""
+"""docs/architecture.md names code that exists and a request's traced way. Words that it declares gone are gone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from docs.prose import DATA, texts_of
+from docs.traced_chat import Tracer, chat
+from server.conftest import served_by_oracle
 
 ROOT = Path(__file__).parents[2]
 SOURCE = {path: path.read_text() for path in (ROOT / "src/rootstock").rglob("*.py")}
@@ -144,3 +146,17 @@ def old_tip(text, reach, Loader=None):
         "a.md: `Lease.known`",
         "a.md: `Work`",
     ]
+
+
+def test_the_way_of_one_request_is_the_traced_one() -> None:
+    """The functions of the section "One request" are called for a plain chat, in this order."""
+    section = PAGE[PAGE.index("## One request") : PAGE.index("## Additions of other requests")]
+    rows = re.findall(r"^\|[^|]*\| \**`([\w/]+\.py)`\** \| `([\w.]+)` \|", section, re.M)
+    assert len(rows) == section.count("\n|") - 2, "a row without a file and a function"
+    tracer = Tracer()
+    with tracer.installed(), served_by_oracle() as served:
+        request = {"body": {"model": "fake", "max_tokens": 16, "ignore_eos": True}, "headers": {}}
+        tracer.trace(lambda: chat(served.url, request, "Name the lakes of Africa."))
+    way = [(file, name.split("<locals>.")[-1]) for file, name in tracer.functions]
+    assert not set(rows) - set(way), "not on the way of a plain chat"
+    assert rows == sorted(rows, key=way.index)

@@ -14,7 +14,7 @@ from rootstock.text import limits
 
 TESTS = Path(__file__).parents[1]
 DOC = TESTS.parent / "docs" / "security.md"
-# Their sentences tell what the other sections promise, or what is out of scope.
+# Their sentences repeat promises of the other sections, or name things that are out of scope.
 WITHOUT_PROMISES = {
     "Security",
     "Use of `X-Cache-Salt`",

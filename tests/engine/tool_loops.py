@@ -100,7 +100,7 @@ class Conversation:
         return self.history
 
     def boundaries(self) -> tuple[Boundary, ...]:
-        """Returns what the template's renderings find: where others, the next turn and the next tool step diverge."""
+        """Returns the template's positions: where others, the next turn and the next tool step diverge."""
         end = len(self.history)
         found = {len(self.system): CheckpointKind.SYSTEM}
         found[self.user_end if self.drops else end] = CheckpointKind.USER

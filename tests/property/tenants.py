@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def binds_keys(self) -> bool:
-        """Whether a key decides the tenant, whatever the header says."""
+        """True if a key decides the tenant, with any header."""
         return bool(self.server.tenant_keys or self.keys)
 
     def server_with_files(self, folder: Path) -> ServerConfig:
