@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rootstock.cli.output import announce_drain
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.config import Configuration
 from rootstock.errors import InvalidOption
-from rootstock.logs import configure_logs
 from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Start:
             self.tracing.close()
 
 
-def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm: Path | None) -> Start:
+def prepare(config: Configuration) -> Start:
     """Read the files of the options and bind the address, before models are loaded for minutes.
 
     Raises StartupError."""
@@ -59,8 +58,7 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
 
     share_heaps()
     sys.setswitchinterval(_SWITCH_S)
-    configure_logs(server.log_format, server.log_level, access=server.access_log)
-    tracing = None
+    server, tracing = config.server, None
     if server.traces:
         from rootstock.server.tracing import open_tracing
 
@@ -68,9 +66,9 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
     keys = Keys(server)
     if server.public_prompts is not None:
         read_public_prompts(server.public_prompts)
-    if warm is not None:
-        check_warm_file("--warm", warm)
-        if not (engine.idle_work and cache.enabled):
-            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
+    if server.warm is not None:
+        check_warm_file("--warm", server.warm)
+        if not (config.engine.idle_work and config.cache.enabled):
+            raise InvalidOption("--warm", str(server.warm), "left out with --no-idle-work and --no-cache")
     drain = Drain(server.drain_timeout_s, announce_drain)
-    return Start(listen(server.host, server.port), keys, drain, tracing, warm)
+    return Start(listen(server.host, server.port), keys, drain, tracing, server.warm)
