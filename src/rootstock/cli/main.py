@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -130,7 +128,6 @@ def serve(
 def run_server(config: Configuration) -> None:
     """Load the model and serve it until a signal ends the process."""
     from rootstock.engine.sampling_defaults import SamplingDefaults
-    from rootstock.server.listen import serve, url_of
 
     start = prepare(config)
     model, server = config.model, config.server
@@ -160,25 +157,8 @@ def run_server(config: Configuration) -> None:
     from rootstock.server.app import create_app
 
     web = create_app(replace(made, defaults=defaults), server, start.drain, start.keys, start.tracing)
-    # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
-    gc.collect()
-    gc.freeze()
-
-    def on_ready() -> None:
-        print(ready_line(made, url_of(start.listener), config.cache.block_size), flush=True)
-        start.warm_up(web)
-
-    with closing(web.state.responses), made.engine:
-        serve(
-            web,
-            made.engine,
-            start.listener,
-            on_ready=on_ready,
-            on_stop=lambda: _announce_writing(made),
-            max_connections=server.max_connections,
-            drain=start.drain,
-        )
-    start.close()
+    ready = ready_line(made, start.url, config.cache.block_size)
+    start.serve(web, made.engine, ready, server.max_connections, lambda: _announce_writing(made))
 
 
 def _announce_writing(made: Assembly) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -160,8 +159,6 @@ def name_of(model: str) -> str:
 
 def serve_models(models: Sequence[ServedModelConfig], config: Configuration, start: Start) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
-    from rootstock.server.listen import serve, url_of
-
     with LoadProgress() as progress:
         shown: list[Report] = [progress]
 
@@ -190,27 +187,11 @@ def serve_models(models: Sequence[ServedModelConfig], config: Configuration, sta
         web = create_app(registry, config.server, start.drain, start.keys, start.tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
-    gc.collect()
-    gc.freeze()
     listed = ", ".join(f"{slot.name} ({_state_in_words(slot)})" for slot in registry.slots.all)
-    ready = f"Rootstock serves {listed} at {url_of(start.listener)}/v1"
+    ready = f"Rootstock serves {listed} at {start.url}/v1"
     if any(one.task != "embed" for one in models):
         ready += f" · {in_units(budget.budget_bytes)} for the KV of all"
-
-    def on_ready() -> None:
-        print(ready, flush=True)
-        start.warm_up(web)
-
-    with closing(web.state.responses), registry:
-        serve(
-            web,
-            registry,
-            start.listener,
-            on_ready=on_ready,
-            max_connections=config.server.max_connections,
-            drain=start.drain,
-        )
-    start.close()
+    start.serve(web, registry, ready, config.server.max_connections)
 
 
 def _state_in_words(slot: ModelSlot) -> str:

@@ -1,9 +1,12 @@
-"""The steps of a server's start that do not depend on its models: before these are loaded, and when it is ready."""
+"""The steps of a server that do not depend on its models: before these are loaded, and from there to its end."""
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +19,10 @@ from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from rootstock.engine.engine import Engine
     from rootstock.server.access import Keys
     from rootstock.server.drain import Drain
+    from rootstock.server.models import ModelRegistry
     from rootstock.server.tracing import Tracing
 
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
@@ -35,15 +40,36 @@ class Start:
     tracing: Tracing | None
     warm: Path | None
 
-    def warm_up(self, web: FastAPI) -> None:
-        """Begin to cache the declared prompts, if there are any."""
-        if self.warm is not None:
-            web.state.warmer.start(read_warm_file("--warm", self.warm))
+    @property
+    def url(self) -> str:
+        from rootstock.server.listen import url_of
 
-    def close(self) -> None:
-        """Export the last spans. The server that uses the listener closes it."""
+        return url_of(self.listener)
+
+    def serve(
+        self,
+        web: FastAPI,
+        models: Engine | ModelRegistry,
+        ready: str,
+        max_connections: int,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serves until a signal ends the process. Prints the line `ready` when the server accepts requests."""
+        from rootstock.server.listen import serve
+
+        # Keeps the garbage collector from visiting the loaded models, which stay until the end, between two tokens.
+        gc.collect()
+        gc.freeze()
+
+        def on_ready() -> None:
+            print(ready, flush=True)
+            if self.warm is not None:
+                web.state.warmer.start(read_warm_file("--warm", self.warm))
+
+        with closing(web.state.responses), models:
+            serve(web, models, self.listener, on_ready, on_stop, max_connections, self.drain)
         if self.tracing is not None:
-            self.tracing.close()
+            self.tracing.close()  # exports the last spans
 
 
 def prepare(config: Configuration) -> Start:
