@@ -32,7 +32,7 @@ from rootstock.options import (
     TIERS,
     TIME,
     WHOLE,
-    Form,
+    ValueForm,
     check_options,
     option,
 )
@@ -428,7 +428,7 @@ class ModelConfig:
         MODEL,
         "LoRA adapter in PEFT's format, on MLX in mlx-lm's, too, which requests choose by NAME as their model. May "
         "be repeated.",
-        Form(list[str], _parse_adapters),
+        ValueForm(list[str], _parse_adapters),
         metavar="NAME=PATH",
         unset="none",
         vllm="lora-modules",

@@ -113,7 +113,7 @@ def _as_it_is(value: Any, _option: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ValueForm:
     """How the command line, the environment and files write a value. Each field is a function or a type."""
 
     type: Any  # of the value as the command line's parser returns it; a list: the option may be repeated
@@ -142,26 +142,26 @@ def _switch(text: str, option: str) -> bool:
     return text.lower() in ("true", "on", "yes")
 
 
-TEXT = Form(str)
-WHOLE = Form(int, of_text=_whole)
-NUMBER = Form(float, of_text=_number)
-SWITCH = Form(bool, of_text=_switch)
-FILE = Form(Path, of_text=lambda text, _: Path(text))
-TEMPLATE = Form(
+TEXT = ValueForm(str)
+WHOLE = ValueForm(int, of_text=_whole)
+NUMBER = ValueForm(float, of_text=_number)
+SWITCH = ValueForm(bool, of_text=_switch)
+FILE = ValueForm(Path, of_text=lambda text, _: Path(text))
+TEMPLATE = ValueForm(
     Path,
     lambda path, option: read_bounded(option, path, MAX_TEMPLATE_BYTES),
     of_text=lambda text, _: Path(text),
 )
-SIZE = Form(str, parse_bytes, _bytes_as_text)
-BUDGET = Form(str, parse_budget, _bytes_as_text, none="auto")
-MEMORY_LIMIT = Form(str, parse_memory_limit, _bytes_as_text, none="auto")
-TIME = Form(str, parse_seconds, lambda seconds: f"{seconds:g}s")
-NAMES = Form(str, parse_names, ",".join)
-NAMES_EACH = Form(
+SIZE = ValueForm(str, parse_bytes, _bytes_as_text)
+BUDGET = ValueForm(str, parse_budget, _bytes_as_text, none="auto")
+MEMORY_LIMIT = ValueForm(str, parse_memory_limit, _bytes_as_text, none="auto")
+TIME = ValueForm(str, parse_seconds, lambda seconds: f"{seconds:g}s")
+NAMES = ValueForm(str, parse_names, ",".join)
+NAMES_EACH = ValueForm(
     list[str], lambda texts, option: tuple(name for text in texts for name in parse_names(text, option))
 )
-FILES = Form(list[Path], lambda paths, _: tuple(paths))
-DRAFT_TOKENS = Form(str, parse_draft_tokens, lambda tokens: str(tokens or "off"), none="auto")
+FILES = ValueForm(list[Path], lambda paths, _: tuple(paths))
+DRAFT_TOKENS = ValueForm(str, parse_draft_tokens, lambda tokens: str(tokens or "off"), none="auto")
 SIZES = (SIZE, BUDGET, MEMORY_LIMIT)
 
 # ------------------------------------------------------------------------------------------------- declarations
@@ -174,7 +174,7 @@ class Option:
     name: str  # on the command line, with dashes before it, and in files; the variable is ROOTSTOCK_<NAME>
     panel: str  # of --help; "": only the library has the option
     help: str
-    form: Form
+    form: ValueForm
     choices: Sequence[str] = ()
     least: float | None = None
     most: float | None = None
@@ -241,7 +241,7 @@ def option(
     name: str,
     panel: str,
     help: str,
-    form: Form = TEXT,
+    form: ValueForm = TEXT,
     *,
     served_default: T | None = None,
     secret: bool = False,
