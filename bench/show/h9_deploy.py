@@ -30,7 +30,7 @@ from common import ROOT, argument_parser, at_most, conclude, could_not, exactly
 
 from deploy.dockerfiles import Instruction, interpolated, stage_of
 from rootstock.bench.tiny_model import ensure_tiny_model
-from rootstock.config import parse_seconds
+from rootstock.options import parse_seconds
 
 SHOW = "H9"
 ROOT_OF_IMAGE = "/opt/"

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from cli.running import Run
-from rootstock.cli import several
+from rootstock.cli import main, several
 from rootstock.cli.models_file import MAX_FILE_BYTES, MAX_MODELS, read_models
 from rootstock.config import (
     AdapterConfig,
     CacheConfig,
+    Configuration,
     EngineConfig,
     ModelConfig,
     ServedModelConfig,
+    ServerConfig,
     TierConfig,
 )
 from rootstock.errors import ConfigFileInvalid, InvalidOption
@@ -68,7 +70,7 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
     assert large.aliases == ("gpt-4o", "claude")
     assert large.model.adapters == (AdapterConfig("law", Path("/adapters/law")),)
     assert (found["own"].model.runtime, large.model.runtime) == ("mlx", "auto")
-    assert (found["own"].kv_budget_bytes, found["own"].aliases) == (2 * GIB, ("x",))
+    assert (found["own"].budget_bytes, found["own"].aliases) == (2 * GIB, ("x",))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def configured(rootstock: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*arguments: object) -> tuple[Any, ...]:
         seen: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(several, "run_several", lambda *given: seen.append(given))
+        monkeypatch.setattr(several, "serve_models", lambda *given: seen.append(given))
+        monkeypatch.setattr(main, "prepare", lambda config: None)
         done = rootstock("serve", *arguments)
         assert done.status == 0, done.err
         [configuration] = seen
@@ -135,19 +138,19 @@ def test_models_of_the_command_line_and_of_a_file_are_served_together(
 ) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "models.yaml").write_text("three: {model: x, load: demand}")
-    models, *_, server, _, _ = configured(
+    models, config, _ = configured(
         tmp_path / "one", "org/two", "--models", tmp_path / "models.yaml", "--dtype", "float16",
         "--alias", "gpt-4o=one",
     )  # fmt: skip
     assert [one.name for one in models] == ["one", "org/two", "three"]
     assert {one.model.dtype for one in models} == {"float16"}
     assert [one.load for one in models] == ["start", "start", "demand"]
-    assert server.aliases == ("gpt-4o=one",)
+    assert config.server.aliases == ("gpt-4o=one",)
 
 
 def test_a_server_with_several_models_answers_to_no_other_name(configured: Any) -> None:
-    *_, server, _, _ = configured("a", "b")
-    assert server.aliases == ()
+    _, config, _ = configured("a", "b")
+    assert config.server.aliases is None
 
 
 def test_a_server_without_a_model_is_refused(rootstock: Run) -> None:
@@ -182,15 +185,18 @@ def test_each_model_has_a_part_of_the_tiers_and_of_a_device_that_divides_its_mem
     models = [
         ServedModelConfig("org/a b", ModelConfig("a"), kv_share=3.0, context_limit=64),
         ServedModelConfig("c", ModelConfig("c")),
-        ServedModelConfig("d", ModelConfig("d"), kv_budget_bytes=GIB),
+        ServedModelConfig("d", ModelConfig("d"), budget_bytes=GIB),
     ]
     tier = TierConfig(tmp_path / "tier", 30 * GIB, host_budget_bytes=6 * GIB)
     load = several.loader(
         models,
-        CacheConfig(),
-        EngineConfig(context_limit=128),
-        tier,
-        several.SamplingSource.openai,
+        Configuration(
+            ModelConfig(""),
+            CacheConfig(),
+            EngineConfig(context_limit=128),
+            tier,
+            ServerConfig(sampling_defaults="openai"),
+        ),
         several.SharedBudget(GIB),
         lambda stage, done: None,
     )

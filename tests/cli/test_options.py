@@ -14,8 +14,9 @@ import typer
 from cli.running import Run, refusal
 from rootstock.cli import main
 from rootstock.cli.config_file import MAX_CONFIG_BYTES
-from rootstock.cli.options import VLLM_NAMES
 from rootstock.cli.reference import reference
+from rootstock.config import Configuration
+from rootstock.option_table import OPTIONS, VLLM_NAMES
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,9 @@ VALUES = {
     "drain-timeout": "5s",
 }
 
+ADVANCED = {option.name for option in OPTIONS.values() if option.advanced}
+VISIBLE = set(VALUES) - ADVANCED
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
@@ -105,9 +109,9 @@ def files(tmp_path: Path) -> dict[str, str]:
 def configured(rootstock: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs `serve` up to the point where the configuration is complete, and returns it."""
 
-    def run(*arguments: object) -> tuple[Any, ...]:
-        seen: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(main, "run_server", lambda *configuration: seen.append(configuration))
+    def run(*arguments: object) -> Configuration:
+        seen: list[Configuration] = []
+        monkeypatch.setattr(main, "run_server", seen.append)
         done = rootstock("serve", *arguments)
         assert done.status == 0, done.err
         [configuration] = seen
@@ -149,6 +153,29 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     assert configured("a model") == expected
 
 
+def test_an_advanced_option_is_set_in_its_section_and_elsewhere_with_a_line_that_names_the_section(
+    configured: Any, rootstock: Run, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {name: files[name] for name in ADVANCED}
+    file = tmp_path / "rootstock.yaml"
+    lines = [f"{name.replace('-', '_')}: {value}" for name, value in given.items()]
+    file.write_text("advanced:\n" + "\n".join(f"  {line}" for line in lines))
+    expected = configured("m", "--config", file)
+    assert expected != configured("m")
+    monkeypatch.setattr(main, "run_server", lambda config: None)
+    assert rootstock("serve", "m", "--config", file).err == ""
+
+    said = "is the section 'advanced' of the file of --config (docs/cli.md)"
+    file.write_text("max_queue: 9")
+    for arguments in (("--config", file), ("--max-queue", "9")):
+        assert rootstock("serve", "m", *arguments).err == f"rootstock: the place of --max-queue {said}\n"
+    for name, value in given.items():
+        monkeypatch.setenv(variable(name), value)
+    [line] = rootstock("serve", "m").err.splitlines()
+    assert all(f"--{name}" in line for name in ADVANCED)
+    assert said in line
+
+
 def test_the_earlier_name_of_the_file_of_keys_goes_on_working(
     configured: Any, rootstock: Run, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,9 +205,10 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     monkeypatch.setenv("ROOTSTOCK_CONFIG", str(file))
     monkeypatch.setenv("ROOTSTOCK_MAX_QUEUE", "3")
     monkeypatch.setenv("ROOTSTOCK_PORT", "3")
-    model, _, engine, _, server, *_ = configured("--port", 4)
-    assert (model.model, engine.max_batch, engine.max_queue, server.port) == ("of the file", 2, 3, 4)
-    assert configured("of the command line")[0].model == "of the command line"
+    made = configured("--port", 4)
+    assert (made.model.model, made.engine.max_batch) == ("of the file", 2)
+    assert (made.engine.max_queue, made.server.port) == (3, 4)
+    assert configured("of the command line").model.model == "of the command line"
 
 
 @pytest.mark.parametrize(("theirs", "ours"), VLLM_NAMES.items())
@@ -194,7 +222,7 @@ def test_vllms_names_mean_the_same(configured: Any, tmp_path: Path, theirs: str,
 
 
 def test_an_alias_may_be_repeated(configured: Any, rootstock: Run) -> None:
-    server = configured("m", "--alias", "gpt-4o", "--alias", "a name,*")[4]
+    server = configured("m", "--alias", "gpt-4o", "--alias", "a name,*").server
     assert server.aliases == ("gpt-4o", "a name", "*")
     assert "--alias is 'x\\ny'" in refusal(rootstock, "--alias", "x\ny")
 
@@ -204,12 +232,12 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
     file.write_text(
         "allowed-origins: [https://a.example, 'https://b.example']\nspeculate: off\nno-cache: yes\n"
     )
-    _, cache, engine, _, server, *_ = configured("m", "--config", file)
-    assert server.allowed_origins == ("https://a.example", "https://b.example")
-    assert (engine.draft_tokens, cache.enabled) == (0, False)
-    assert server.aliases == ("*",)
+    made = configured("m", "--config", file)
+    assert made.server.allowed_origins == ("https://a.example", "https://b.example")
+    assert (made.engine.draft_tokens, made.cache.enabled) == (0, False)
+    assert made.server.aliases is None
     file.write_text("alias: [gpt-4o, 'another, and one more']\n")
-    assert configured("m", "--config", file)[4].aliases == ("gpt-4o", "another", "and one more")
+    assert configured("m", "--config", file).server.aliases == ("gpt-4o", "another", "and one more")
     file.write_text("# only a remark\n")
     assert configured("m", "--config", file) == configured("m")
 
@@ -222,7 +250,11 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
         ("config: other.yaml", "line 1: there is no option 'config'."),
         ("max-batch: many", "line 1: max-batch is 'many': "),
         ("cuda-graphs: maybe", "line 1: cuda-graphs is 'maybe': "),
-        ("sampling-defaults: hot", "line 1: sampling-defaults is 'hot': "),
+        ("sampling-defaults: hot", "line 1) is 'hot', but must be model | openai."),
+        ("advanced:\n  max-queue: 0", "line 2) is 0, but must be at least 1."),
+        ("advanced:\n  max-batch: 1", "line 2: 'max-batch' is written outside the section 'advanced'."),
+        ("max-queue: 1\nadvanced: {max_queue: 2}", "line 2: 'max_queue' is set twice."),
+        ("advanced: 1", "line 1: not a mapping of options to values."),
         ("max-batch:\n  - 1", "line 2: max-batch must be a single value, not a list."),
         ("max-batch: {a: 1}", "line 1: max-batch must be a single value, not a mapping."),
         ("port: 1\napi-key:", "line 2: api-key has no value."),
@@ -287,9 +319,10 @@ def test_help_shows_every_option_and_its_variable_uncut(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = rootstock("serve", "--help").out
+    assert len(VISIBLE) + len(("--models", "--config")) <= 50
     for name in VALUES:
-        assert re.search(rf"--{name}\b", shown)
-        assert re.search(rf"\b{variable(name)}[],]", shown)
+        assert bool(re.search(rf"--{name}\b[^'.]", shown)) == (name in VISIBLE)
+        assert bool(re.search(rf"\b{variable(name)}[],]", shown)) == (name in VISIBLE)
     for name in VLLM_NAMES:
         assert f"--{name}" in shown
     panels = re.findall(r"╭─ ([\w ,]+) ─", shown)

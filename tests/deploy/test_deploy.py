@@ -15,7 +15,8 @@ import yaml
 from deploy.dockerfiles import interpolated, stage_of
 from rootstock._version import __version__
 from rootstock.cli.main import app
-from rootstock.config import ServerConfig, parse_seconds
+from rootstock.config import ServerConfig
+from rootstock.options import parse_seconds
 from rootstock.server.access import OPEN_PATHS
 from rootstock.server.listen import GRACE_S
 

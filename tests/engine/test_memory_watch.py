@@ -12,7 +12,7 @@ from engine.helpers import Bench, numbers, of_kinds
 from rootstock.cache import KVCache
 from rootstock.cache.lease import Admitted, ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan
-from rootstock.config import CacheConfig, EngineConfig, parse_memory_limit
+from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.idle.work import HELD_RETRY_S
@@ -27,6 +27,7 @@ from rootstock.engine.memory_watch import (
 )
 from rootstock.engine.scheduler import LEAST_SCARCE_TOKENS
 from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge
+from rootstock.options import parse_memory_limit
 from rootstock.runtime import host_memory, memory_fit
 from rootstock.runtime.base import DeviceMemory
 from rootstock.runtime.memory_fit import Demands, refuse_beyond_limit

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client, numbers
-from rootstock.config import EngineConfig, parse_seconds
+from rootstock.config import EngineConfig
 from rootstock.engine.cost_model import StepSize
 from rootstock.engine.pacing import LEAST_TOKENS, Pacing
 from rootstock.errors import InvalidOption
+from rootstock.options import parse_seconds
 from rootstock.runtime.base import Batch
 
 TARGET_S = 0.1

@@ -19,10 +19,10 @@ import rootstock
 from llm.conftest import Oracle
 from rootstock import SamplingParams
 from rootstock.errors import BudgetTooSmall, InvalidOption, LLMForked, ModelFileInvalid, PromptTooLong
-from rootstock.errors.options import in_library_words, parameter_of
 from rootstock.llm.llm import LLM
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.params import DEFAULT_MAX_TOKENS
+from rootstock.option_table import in_library_words, keyword_of
 from waiting import HANG_S
 
 SOURCE = Path(rootstock.__file__).parent
@@ -160,7 +160,7 @@ MENTIONED = sorted(
 
 @pytest.mark.parametrize("option", MENTIONED)
 def test_an_option_in_a_message_is_a_parameter_of_the_library(option: str) -> None:
-    name = parameter_of(option.replace("--no-", "--"))
+    name = keyword_of(option.replace("--no-", "--"))
     assert name in PARAMETERS | OF_SERVERS
     if name in PARAMETERS:
         error = InvalidOption("--kv-budget", 1, f"less, or serve with {option} or {option}.")

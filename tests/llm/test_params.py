@@ -10,11 +10,12 @@ from typing import Any, get_type_hints
 import pytest
 
 from rootstock import SamplingParams
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TierConfig
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption, InvalidParameter
-from rootstock.llm.options import ALIASES, OF_SERVERS, Options, configuration
+from rootstock.llm.options import Options, configuration
 from rootstock.llm.params import DEFAULT_MAX_TOKENS
+from rootstock.option_table import KEYWORDS, OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,17 @@ def test_none_is_the_models_own_value_and_zero_is_not() -> None:
     assert (stop.stop_strings, stop.stop_tokens, stop.max_tokens) == (("END",), (3,), DEFAULT_MAX_TOKENS)
 
 
-def test_every_field_of_the_configuration_is_an_option() -> None:
-    configs = (ModelConfig, CacheConfig, EngineConfig, TierConfig)
-    names = {field.name for config in configs for field in fields(config)} - {"model", *OF_SERVERS}
-    assert set(Options.__annotations__) == names | set(ALIASES)
+def test_every_option_of_the_library_has_a_type() -> None:
     hints = get_type_hints(Options)
-    for alias, field in ALIASES.items():
-        assert hints[alias] == hints[field], alias
+    assert set(hints) == set(KEYWORDS)
+    for keyword, field in KEYWORDS.items():
+        assert hints[keyword] == hints[field], keyword
+
+
+def test_every_field_of_the_configuration_is_an_option() -> None:
+    configs = (ModelConfig, CacheConfig, EngineConfig, TierConfig, ServerConfig)
+    names = {field.name for config in configs for field in fields(config)}
+    assert names == {*OPTIONS, "model", "device_share", "tenant_keys"}
 
 
 def test_options_become_the_configuration() -> None:

@@ -19,8 +19,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from cli.running import serve_oracle
-from rootstock.config import ServerConfig, parse_names
+from rootstock.config import ServerConfig
 from rootstock.errors import InvalidOption
+from rootstock.options import parse_names
 from rootstock.server.access import Guard
 from rootstock.server.connection import HttpLimits
 from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT

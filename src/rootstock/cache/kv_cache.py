@@ -59,7 +59,7 @@ from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import Realignment, VolatileSpans, realignment
 from rootstock.cache.write_back import WriteBackQueue
 from rootstock.errors import BudgetTooSmall, CacheMisuse, InvalidOption, shown
-from rootstock.errors.options import in_library_words
+from rootstock.option_table import in_library_words
 
 _MOST_DIVERGED = 16  # prompts that wait for their comparison
 

@@ -28,8 +28,8 @@ from rootstock.cli.stored_prefixes import (
     prefix_as_json,
     summary_in_words,
 )
-from rootstock.config import parse_bytes
 from rootstock.errors import StartupError
+from rootstock.options import parse_bytes
 from rootstock.runtime.select import leave_out_torch
 from rootstock.server.declared_prompts import read_warm_file
 from rootstock.text.tokenizer import HFTokenizer
@@ -131,7 +131,7 @@ def list_prefixes(
     limit: Annotated[
         int, typer.Option(min=0, help="Maximum number of prefixes, most recently used first. 0: all.")
     ] = 50,
-    disk_budget: Annotated[str | None, options.DISK_BUDGET] = None,
+    disk_budget: Annotated[str | None, options.parameter("disk-budget")] = None,
 ) -> None:
     """List stored prefixes: length, size, shared size and last use.
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import typer
 
-from rootstock.errors import ConfigFileInvalid, InvalidOption
-from rootstock.units import in_units
+from rootstock.errors import ConfigFileInvalid
+from rootstock.option_table import FIELDS, OPTIONS
+from rootstock.options import NAMES, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 16
-PLACES = "rootstock.places"  # key in a context's `meta`: parameter name → "FILE, line N"
-
-_LISTS = ("allowed_origins", "allowed_hosts")
+ADVANCED = "advanced"  # the section of options that few need
+# Keys in a context's `meta`: parameter name → "FILE, line N", and the names of parameters that the section sets.
+PLACES, SECTION = "rootstock.places", "rootstock.section"
 
 
 def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -25,9 +26,9 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     A callback of `--config`: it runs before other options are read, so that the command line and the environment
     override the file."""
     if path is not None:
-        values, places = dict[str, str | list[str]](), dict[str, str]()
+        values, places, in_section = dict[str, str | list[str]](), dict[str, str](), set[str]()
         known, our_name = _options_of(ctx), ctx.token_normalize_func or str
-        for key, node in entries_of(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
+        for key, node, is_in_section in _all_entries(path):
             line: int = key.start_mark.line + 1
             name = our_name(key.value.replace("_", "-"))
             if name not in known:
@@ -37,23 +38,26 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
             parameter, negated = known[name]
             if parameter.name in values:
                 raise ConfigFileInvalid(path, line, f"{key.value!r} is set twice.")
+            if is_in_section and not parameter.hidden:
+                raise ConfigFileInvalid(
+                    path, line, f"{key.value!r} is written outside the section {ADVANCED!r}."
+                )
             values[parameter.name] = _value(ctx, path, key.value, node, parameter, negated)
             places[parameter.name] = f"{path}, line {line}"
+            if is_in_section:
+                in_section.add(parameter.name)
         ctx.default_map = values
-        ctx.meta[PLACES] = places
+        ctx.meta[PLACES], ctx.meta[SECTION] = places, in_section
     return path
 
 
-def read_bounded(option: str, path: Path, most_bytes: int) -> str:
-    """Return the text of a small file. Raises InvalidOption if it can't be read or is larger than `most_bytes`."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(most_bytes + 1)
-        if len(raw) > most_bytes:
-            raise InvalidOption(option, str(path), f"a file of at most {in_units(most_bytes)}")
-        return raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
+def _all_entries(path: Path) -> Iterator[tuple[Any, Any, bool]]:
+    """Yields the nodes of keys and values, and whether they are in the section of advanced options."""
+    for key, node in entries_of(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
+        if key.value == ADVANCED:
+            yield from ((*each, True) for each in pairs_of(node, path))
+        else:
+            yield key, node, False
 
 
 def _options_of(ctx: typer.Context) -> Mapping[str, tuple[Any, bool]]:
@@ -79,8 +83,14 @@ def entries_of(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
         raise ConfigFileInvalid(path, mark.line + 1 if mark else 1, f"not YAML: {problem}.") from None
     except RecursionError:
         raise ConfigFileInvalid(path, 1, "values are nested too deeply.") from None
-    if root is None:  # an empty file
-        return
+    if root is not None:  # an empty file
+        yield from pairs_of(root, path)
+
+
+def pairs_of(root: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yields the nodes of keys and values of a mapping. Raises ConfigFileInvalid."""
+    import yaml
+
     if not isinstance(root, yaml.MappingNode):
         raise ConfigFileInvalid(path, root.start_mark.line + 1, "not a mapping of options to values.")
     for key, value in root.value:
@@ -99,7 +109,7 @@ def _value(
     if parameter.multiple or parameter.nargs == -1:
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         return [scalar_of(path, key, item) for item in items]
-    if isinstance(node, yaml.SequenceNode) and parameter.name in _LISTS:
+    if isinstance(node, yaml.SequenceNode) and _is_a_list_of_names(parameter.name):
         return json.dumps([scalar_of(path, key, item) for item in node.value])
     value = scalar_of(path, key, node)
     try:
@@ -107,6 +117,10 @@ def _value(
     except typer.BadParameter as error:
         raise ConfigFileInvalid(path, line, f"{key} is {value!r}: {error.message.rstrip('.')}.") from None
     return str(not parsed) if negated else value
+
+
+def _is_a_list_of_names(parameter: str) -> bool:
+    return parameter in FIELDS and OPTIONS[FIELDS[parameter]].form is NAMES
 
 
 def scalar_of(path: Path, key: str, node: Any) -> str:

@@ -60,7 +60,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="DIR", help="Directory for --disk-dir of a server: its disk is measured."),
     ] = None,
-    runtime: options.Runtime = "auto",
+    runtime: Annotated[str, options.parameter("runtime")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show this machine's abilities, the runtime and kernels that a server uses, and faster choices."""

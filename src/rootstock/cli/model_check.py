@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from rootstock.cli.output import LoadProgress
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
+from rootstock.config import Configuration, ServerConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import ModelUnsupported, shown
@@ -22,18 +22,13 @@ _MOST_TOKENS = 16  # of the answer
 _TEXT = "Hello"
 
 
-def try_model(
-    model: ModelConfig,
-    cache: CacheConfig,
-    engine: EngineConfig,
-    chat_template: str | None,
-    tool_parser: str,
-) -> list[tuple[str, str]]:
+def try_model(config: Configuration) -> list[tuple[str, str]]:
     """Load a model as a server does, ask it once, and return rows of names and values that describe it.
 
     Raises StartupError."""
     from rootstock.server.model_card import table_of, table_of_embedder
 
+    model, server = config.model, config.server
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
         if is_embedding_model(directory):
@@ -45,12 +40,15 @@ def try_model(
         leave_out_torch((model,))
         defaults = SamplingDefaults.of_model(model.model, directory)
         made = build_engine(
-            model, cache, engine, chat_template=chat_template, progress=progress, directory=directory
+            model,
+            config.cache,
+            config.engine,
+            chat_template=server.chat_template,
+            progress=progress,
+            directory=directory,
         )
-        answer = _answered(
-            model.model, replace(made, defaults=defaults), ServerConfig(tool_parser=tool_parser)
-        )
-    return [*table_of(made.description, cache.block_size), ("answers", answer)]
+        answer = _answered(model.model, replace(made, defaults=defaults), server)
+    return [*table_of(made.description, config.cache.block_size), ("answers", answer)]
 
 
 def _answered(model: str, made: Assembly, server: ServerConfig) -> str:

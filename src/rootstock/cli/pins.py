@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import typer
 
 from rootstock.cli import options
-from rootstock.cli.config_file import read_bounded
 from rootstock.cli.output import Column, print_table
 from rootstock.cli.server_client import server_client
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.options import read_bounded
 from rootstock.units import MIB, in_units
 
 MAX_FILE_BYTES = 16 * MIB

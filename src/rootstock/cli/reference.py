@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperArgument, TyperGroup
 
 from rootstock.cli.main import app
-from rootstock.cli.options import ENV_PREFIX, VLLM_NAMES
+from rootstock.cli.options import ENV_PREFIX
+from rootstock.option_table import FIELDS, OPTIONS, VLLM_NAMES
 
 _INTRODUCTION = """\
 # Command line
@@ -30,6 +31,16 @@ max-batch: 32
 kv-budget: 8GiB
 disk-dir: /var/cache/rootstock
 cache: on
+```
+
+Options that few need have their place in the section `advanced` of that file; the table "Advanced" below has their
+keys. The command line, the environment and the top of the file accept them, too: the server starts with a line that
+names their place.
+
+```yaml
+advanced:
+  max-queue: 4096
+  sse-keep-alive: 5s
 ```
 
 Keys belong in the environment or in `--api-keys`: other users of the machine can see a command line. Kubernetes
@@ -70,8 +81,12 @@ def _page(command: Any, path: str, prefix: str) -> str:
     )
     parts = [f"## {path}", inspect.cleandoc(command.help), f"    {usage}"]
     panels: dict[str, list[str]] = {}
+    advanced: list[str] = []  # that the command line accepts, but does not show
     for parameter in command.params:
         if parameter.hidden:
+            if parameter.name in FIELDS:
+                key = OPTIONS[FIELDS[parameter.name]].name
+                advanced.append(f"| `{key}` | {_default(parameter)} | {parameter.help} |")
             continue
         default_panel = "Arguments" if isinstance(parameter, TyperArgument) else "Options"
         row = f"| {_names(parameter)} | {_default(parameter)} | {_variable(parameter, prefix)} | {parameter.help} |"
@@ -79,6 +94,9 @@ def _page(command: Any, path: str, prefix: str) -> str:
     for panel, rows in panels.items():
         head = "| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([f"**{panel}**\n", head, *rows]))
+    if advanced:
+        head = "| key of the section `advanced` | default | meaning |\n|---|---|---|"
+        parts.append("\n".join(["**Advanced**\n", head, *advanced]))
     if command.epilog:
         parts.append(command.epilog)
     return "\n\n".join(parts) + "\n"

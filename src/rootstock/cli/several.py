@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rootstock.cache.shared_budget import SharedBudget
-from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
-from rootstock.cli.starting import Start, prepare
-from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
+from rootstock.cli.starting import Start
+from rootstock.config import Configuration, ServedModelConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.memory_watch import MemoryWatch, memory_limit
@@ -35,22 +33,20 @@ if TYPE_CHECKING:
 Report = Callable[[str, float], None]
 
 
-def shared_budget(
-    models: Sequence[ServedModelConfig], cache: CacheConfig, engine: EngineConfig, report: Report
-) -> SharedBudget:
+def shared_budget(models: Sequence[ServedModelConfig], config: Configuration, report: Report) -> SharedBudget:
     """Return the budget of all models: the one of the options, or a share of the memory beside their weights.
 
     The weights of the models that are loaded at the start, and of the largest other model, count. Embedding models
     have no part in the budget, but their weights count."""
-    if cache.budget_bytes is not None:
-        return SharedBudget(cache.budget_bytes)
+    if config.cache.budget_bytes is not None:
+        return SharedBudget(config.cache.budget_bytes)
     start = [_weight_bytes(one, report) for one in models if one.load == "start"]
     later = [
         _weight_bytes(one, report) for one in models if one.load != "start" and Path(one.model.model).is_dir()
     ]
     memories = [device_memory(one.model) for one in models]
     memory = next((each for each in memories if each.kind != "host"), memories[0])
-    limit = memory_limit(engine.memory_limit_bytes, memory.kind)
+    limit = memory_limit(config.engine.memory_limit_bytes, memory.kind)
     spare = None if limit is None else MemoryWatch(limit).spare_bytes
     return SharedBudget(auto_shared_bytes(memory, sum(start) + max(later, default=0), spare))
 
@@ -66,16 +62,13 @@ def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
 
 def loader(
     models: Sequence[ServedModelConfig],
-    cache: CacheConfig,
-    engine: EngineConfig,
-    tier: TierConfig,
-    sampling_source: SamplingSource,
+    config: Configuration,
     budget: SharedBudget,
     report: Report,
 ) -> Callable[[ServedModelConfig], Assembly | Embedder]:
     """Return a function that loads a model."""
     generating = [one for one in models if one.task != "embed"]
-    shares = sum(one.kv_share for one in generating if one.kv_budget_bytes is None) or 1.0
+    shares = sum(one.kv_share for one in generating if one.budget_bytes is None) or 1.0
 
     def load(one: ServedModelConfig) -> Assembly | Embedder:
         directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
@@ -85,13 +78,13 @@ def loader(
             report("load", 1.0)
             return embedder
         defaults = SamplingDefaults()
-        if sampling_source is SamplingSource.model:
+        if config.server.sampling_defaults == "model":
             defaults = SamplingDefaults.of_model(one.model.model, directory)
         made = build_engine(
             one.model,
-            replace(cache, budget_bytes=one.kv_budget_bytes, device_share=one.kv_share / shares),
-            replace(engine, context_limit=one.context_limit or engine.context_limit),
-            _tier_of(one, tier, len(generating)),
+            replace(config.cache, budget_bytes=one.budget_bytes, device_share=one.kv_share / shares),
+            replace(config.engine, context_limit=one.context_limit or config.engine.context_limit),
+            _tier_of(one, config.tier, len(generating)),
             chat_template=one.chat_template,
             progress=report,
             directory=directory,
@@ -164,32 +157,8 @@ def name_of(model: str) -> str:
     return directory.resolve().name if directory.is_dir() else model
 
 
-def run_several(
-    models: Sequence[ServedModelConfig],
-    cache: CacheConfig,
-    engine: EngineConfig,
-    tier: TierConfig,
-    server: ServerConfig,
-    sampling_source: SamplingSource,
-    warm: Path | None = None,
-) -> None:
+def serve_models(models: Sequence[ServedModelConfig], config: Configuration, start: Start) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
-    start = prepare(cache, engine, server, warm)
-    serve_models(models, cache, engine, tier, server, sampling_source, start)
-
-
-def serve_models(
-    models: Sequence[ServedModelConfig],
-    cache: CacheConfig,
-    engine: EngineConfig,
-    tier: TierConfig,
-    server: ServerConfig,
-    sampling_source: SamplingSource,
-    start: Start,
-) -> None:
-    """Load the models that are served from the start, and serve all until a signal ends the process."""
-    from rootstock.server.listen import serve, url_of
-
     with LoadProgress() as progress:
         shown: list[Report] = [progress]
 
@@ -200,40 +169,29 @@ def serve_models(
         models = with_tasks(models, report)
         if all(one.task == "generate" for one in models):
             leave_out_torch(one.model for one in models)
-        budget = shared_budget(models, cache, engine, report)
+        budget = shared_budget(models, config, report)
 
         from rootstock.server.app import create_app
         from rootstock.server.models import ModelRegistry
 
-        load = loader(models, cache, engine, tier, sampling_source, budget, report)
+        load = loader(models, config, budget, report)
         generating = sum(one.task != "embed" for one in models)
         registry = ModelRegistry.of_several(
-            models, load, server, engine, budget, lambda one: _tier_of(one, tier, generating).disk_dir
+            models,
+            load,
+            config.server,
+            config.engine,
+            budget,
+            lambda one: _tier_of(one, config.tier, generating).disk_dir,
         )
-        web = create_app(registry, server, start.drain, start.keys, start.tracing)
+        web = create_app(registry, config.server, start.drain, start.keys, start.tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
-    gc.collect()
-    gc.freeze()
     listed = ", ".join(f"{slot.name} ({_state_in_words(slot)})" for slot in registry.slots.all)
-    ready = f"Rootstock serves {listed} at {url_of(start.listener)}/v1"
+    ready = f"Rootstock serves {listed} at {start.url}/v1"
     if any(one.task != "embed" for one in models):
         ready += f" · {in_units(budget.budget_bytes)} for the KV of all"
-
-    def on_ready() -> None:
-        print(ready, flush=True)
-        start.warm_up(web)
-
-    with closing(web.state.responses), registry:
-        serve(
-            web,
-            registry,
-            start.listener,
-            on_ready=on_ready,
-            max_connections=server.max_connections,
-            drain=start.drain,
-        )
-    start.close()
+    start.serve(web, registry, ready, config.server.max_connections)
 
 
 def _state_in_words(slot: ModelSlot) -> str:

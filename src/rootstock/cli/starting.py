@@ -1,24 +1,28 @@
-"""The steps of a server's start that do not depend on its models: before these are loaded, and when it is ready."""
+"""The steps of a server that do not depend on its models: before these are loaded, and from there to its end."""
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rootstock.cli.output import announce_drain
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.config import Configuration
 from rootstock.errors import InvalidOption
-from rootstock.logs import configure_logs
 from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from rootstock.engine.engine import Engine
     from rootstock.server.access import Keys
     from rootstock.server.drain import Drain
+    from rootstock.server.models import ModelRegistry
     from rootstock.server.tracing import Tracing
 
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
@@ -36,18 +40,39 @@ class Start:
     tracing: Tracing | None
     warm: Path | None
 
-    def warm_up(self, web: FastAPI) -> None:
-        """Begin to cache the declared prompts, if there are any."""
-        if self.warm is not None:
-            web.state.warmer.start(read_warm_file("--warm", self.warm))
+    @property
+    def url(self) -> str:
+        from rootstock.server.listen import url_of
 
-    def close(self) -> None:
-        """Export the last spans. The server that uses the listener closes it."""
+        return url_of(self.listener)
+
+    def serve(
+        self,
+        web: FastAPI,
+        models: Engine | ModelRegistry,
+        ready: str,
+        max_connections: int,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serves until a signal ends the process. Prints the line `ready` when the server accepts requests."""
+        from rootstock.server.listen import serve
+
+        # Keeps the garbage collector from visiting the loaded models, which stay until the end, between two tokens.
+        gc.collect()
+        gc.freeze()
+
+        def on_ready() -> None:
+            print(ready, flush=True)
+            if self.warm is not None:
+                web.state.warmer.start(read_warm_file("--warm", self.warm))
+
+        with closing(web.state.responses), models:
+            serve(web, models, self.listener, on_ready, on_stop, max_connections, self.drain)
         if self.tracing is not None:
-            self.tracing.close()
+            self.tracing.close()  # exports the last spans
 
 
-def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm: Path | None) -> Start:
+def prepare(config: Configuration) -> Start:
     """Read the files of the options and bind the address, before models are loaded for minutes.
 
     Raises StartupError."""
@@ -59,8 +84,7 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
 
     share_heaps()
     sys.setswitchinterval(_SWITCH_S)
-    configure_logs(server.log_format, server.log_level, access=server.access_log)
-    tracing = None
+    server, tracing = config.server, None
     if server.traces:
         from rootstock.server.tracing import open_tracing
 
@@ -68,9 +92,9 @@ def prepare(cache: CacheConfig, engine: EngineConfig, server: ServerConfig, warm
     keys = Keys(server)
     if server.public_prompts is not None:
         read_public_prompts(server.public_prompts)
-    if warm is not None:
-        check_warm_file("--warm", warm)
-        if not (engine.idle_work and cache.enabled):
-            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
+    if server.warm is not None:
+        check_warm_file("--warm", server.warm)
+        if not (config.engine.idle_work and config.cache.enabled):
+            raise InvalidOption("--warm", str(server.warm), "left out with --no-idle-work and --no-cache")
     drain = Drain(server.drain_timeout_s, announce_drain)
-    return Start(listen(server.host, server.port), keys, drain, tracing, warm)
+    return Start(listen(server.host, server.port), keys, drain, tracing, server.warm)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from rootstock.cache.explain import Explanation
 from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
-from rootstock.config import MEDIA
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
@@ -31,19 +30,18 @@ from rootstock.engine.stats import Cleared, EngineStats
 from rootstock.errors import (
     EmptyPrompt,
     EngineStopped,
-    InvalidOption,
     InvalidParameter,
     LLMClosed,
     LLMForked,
     RequestError,
     RootstockError,
 )
-from rootstock.errors.options import in_library_words
 from rootstock.llm.generation import GenerationEvents, Indexed, events_of
 from rootstock.llm.options import Options, configuration
 from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
 from rootstock.llm.params import SamplingParams, warn_of_default
 from rootstock.openmp import wait_briefly
+from rootstock.option_table import OPTIONS, in_library_words
 from rootstock.pipeline.model import ChatRules, PreparedChat, ServedModel
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.model_files import locate
@@ -61,7 +59,6 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # text, or token ids
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
-SAMPLING_DEFAULTS = ("model", "openai")
 Params = (
     SamplingParams | Sequence[SamplingParams] | None
 )  # for all, or one for each prompt; None: the model's
@@ -142,10 +139,8 @@ class LLM:
         wait_briefly()
         model = str(model) if isinstance(model, Path) else model
         config = configuration(model, options)
-        if sampling_defaults not in SAMPLING_DEFAULTS:
-            raise InvalidOption("sampling_defaults", sampling_defaults, " | ".join(SAMPLING_DEFAULTS))
-        if media not in MEDIA:
-            raise InvalidOption("media", media, " | ".join(MEDIA))
+        OPTIONS["sampling_defaults"].check(sampling_defaults, "sampling_defaults")
+        OPTIONS["media"].check(media, "media")
         with _in_library_words():
             directory = locate(
                 model,

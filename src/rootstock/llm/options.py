@@ -5,34 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
+from rootstock.config import AdapterConfig, Configuration
 from rootstock.errors import InvalidOption
-from rootstock.errors.options import parameter_of
-
-ALIASES = {
-    "max_model_len": "context_limit",
-    "max_num_seqs": "max_batch",
-    "max_num_batched_tokens": "chunk_tokens",
-    "kv_cache_dtype": "kv_dtype",
-    "kv_cache_memory_bytes": "budget_bytes",
-    "enable_prefix_caching": "enabled",
-    "served_model_name": "served_name",
-}
-_SIZES = (
-    "budget_bytes",
-    "disk_budget_bytes",
-    "host_budget_bytes",
-    "queue_bytes",
-    "answer_memory_bytes",
-    "memory_limit_bytes",
-)
+from rootstock.option_table import KEYWORDS, OPTIONS, configuration_of, keyword_of
+from rootstock.options import SIZES
 
 
 class Options(TypedDict, total=False):
@@ -89,14 +71,6 @@ class Options(TypedDict, total=False):
     served_model_name: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    model: ModelConfig
-    cache: CacheConfig
-    engine: EngineConfig
-    tier: TierConfig
-
-
 def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
     """Resolves the options of an `LLM`. Raises InvalidOption, which names an option as the caller did."""
     if not isinstance(model, str):
@@ -104,44 +78,29 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
     given: dict[str, Any] = {}
     spelled: dict[str, str] = {}  # field → as the caller wrote it
     for name, value in options.items():
-        field = ALIASES.get(name, name)
-        if field not in _FIELDS:
-            near = difflib.get_close_matches(parameter_of(name.replace("_", "-")), [*_FIELDS, *ALIASES], n=1)
+        field = KEYWORDS.get(name)
+        if field is None:
+            near = difflib.get_close_matches(keyword_of(name.replace("_", "-")), KEYWORDS, n=1)
             raise InvalidOption(name, value, f"left out: there is no such option{_did_you_mean(near)}")
         if field in given:
             raise InvalidOption(name, value, f"left out where {spelled[field]} is given")
         spelled[field] = name
         value = _of_its_type(name, value)
-        if field in _SIZES and isinstance(value, str):
-            value = parse_bytes(value, name)
+        if OPTIONS[field].form in SIZES and isinstance(value, str):
+            value = OPTIONS[field].form.parse(value, name)
         if field == "disk_dir" and value is not None:
             value = Path(value)
         given[field] = value
-
-    def of(config: type) -> dict[str, Any]:
-        return {field.name: given[field.name] for field in fields(config) if field.name in given}
 
     try:
         if "adapters" in given:
             given["adapters"] = tuple(
                 AdapterConfig(name, Path(path)) for name, path in given["adapters"].items()
             )
-        return Configuration(
-            ModelConfig(model, **of(ModelConfig)),
-            CacheConfig(**of(CacheConfig)),
-            EngineConfig(**of(EngineConfig)),
-            TierConfig(**of(TierConfig)),
-        )
+        return configuration_of(model, given)
     except InvalidOption as error:
-        field = parameter_of(error.option)
+        field = keyword_of(error.option)
         raise InvalidOption(spelled.get(field, field), error.value, error.allowed) from None
-
-
-# Fields that only servers use: parts of a budget of several models, and work that a server's routes submit.
-OF_SERVERS = frozenset({"device_share", "idle_work"})
-_FIELDS = frozenset(
-    field.name for config in (ModelConfig, CacheConfig, EngineConfig, TierConfig) for field in fields(config)
-) - {"model", *OF_SERVERS}
 
 
 _TYPES = get_type_hints(Options)

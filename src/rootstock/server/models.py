@@ -416,7 +416,7 @@ def _refuse_other_task(slot: ModelSlot, task: Task | None) -> None:
 
 
 def _by_name(
-    slots: Sequence[ModelSlot], aliases: Sequence[str]
+    slots: Sequence[ModelSlot], aliases: Sequence[str] | None
 ) -> tuple[Mapping[str, ModelSlot], ModelSlot | None]:
     """Returns the slots by name and alias, and the slot of any other name. Raises InvalidOption."""
     found = {slot.name: slot for slot in slots}
@@ -425,6 +425,8 @@ def _by_name(
         raise InvalidOption("model", twice, "a name that no other model of the server has")
     of_any: ModelSlot | None = None
     pairs = [(alias, slot) for slot in slots if slot.config is not None for alias in slot.config.aliases]
+    if aliases is None:
+        aliases = (ANY_NAME,) if len(slots) == 1 and not pairs else ()
     for written in aliases:
         alias, separator, target = written.partition("=")
         if not separator and len(slots) > 1:

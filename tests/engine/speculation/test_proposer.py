@@ -12,11 +12,12 @@ import pytest
 from engine.helpers import Bench, Families, numbers
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.types import Tokens
-from rootstock.config import EngineConfig, parse_draft_tokens
+from rootstock.config import EngineConfig
 from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.errors import InvalidOption
+from rootstock.options import parse_draft_tokens
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
