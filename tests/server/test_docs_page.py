@@ -14,6 +14,7 @@ from rootstock.server.docs_page import page_of
 
 ERROR = {"$ref": "#/components/schemas/ErrorBody"}
 ANTHROPIC_ERROR = {"$ref": "#/components/schemas/MessagesErrorBody"}
+OLLAMA_ERROR = {"$ref": "#/components/schemas/OllamaErrorBody"}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ def test_every_route_documents_the_errors_of_any_route_with_their_body(document:
             for status, answer in answers.items():
                 if status != "200" and (path, status) not in PROBES:
                     error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else ERROR
+                    error = OLLAMA_ERROR if path.startswith("/api/") else error
                     assert answer["content"]["application/json"]["schema"] == error
                 assert answer["description"]
             assert operation["description"]

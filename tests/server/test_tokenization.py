@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import rootstock
 from rootstock.server.openai import tokenization
 from rootstock.server.openai.tokenization import Detokenized, Tokenized
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS
@@ -111,4 +112,6 @@ def test_a_server_with_a_key_asks_for_it() -> None:
             assert_error(served.client.post(path, json=body), 401, "invalid_api_key")
             assert served.client.post(path, json=body, headers={"x-api-key": "k"}).is_success
         assert_error(served.client.get("/version"), 401, "invalid_api_key")
+        version = served.client.get("/version", headers={"x-api-key": "k"}).json()
+        assert version == {"version": rootstock.__version__}
         assert served.client.get("/ping").json() == {"status": "ok"}

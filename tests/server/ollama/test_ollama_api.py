@@ -351,5 +351,7 @@ def test_embeddings_are_openais(tmp_path: Path) -> None:
         assert told["embeddings"] == [one["embedding"] for one in data]
         assert told["prompt_eval_count"] > 1
         one = client.post("/api/embeddings", json={"model": "tiny", "prompt": texts[0]}).json()
-        assert one == {"embedding": told["embeddings"][0]}
+        assert one["embedding"] == pytest.approx(
+            told["embeddings"][0], rel=1e-5
+        )  # another batch rounds otherwise
         assert client.post("/api/show", json={"model": "tiny"}).json()["capabilities"] == ["embedding"]

@@ -402,6 +402,16 @@ def test_logprobs_without_a_limit_are_bounded_rather_than_refused(
     assert_error(refused, 400, "too_many_logprobs")
 
 
+def test_a_response_repeats_its_tools_with_all_fields(client: httpx.Client) -> None:
+    bare = {"type": "function", "name": "clock"}
+    body = created(client, input="say:x", tools=[WEATHER, bare, PATCH])
+    assert body["tools"] == [
+        WEATHER,
+        {**bare, "description": None, "parameters": None, "strict": False},
+        PATCH,
+    ]
+
+
 def test_tools_that_the_server_would_have_to_run_are_left_out_and_told(client: httpx.Client) -> None:
     tools = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation"}, WEATHER]
     body = created(client, input="say:x", tools=tools)

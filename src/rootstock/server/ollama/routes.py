@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -54,9 +53,10 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         prefix=ROOT,
         tags=["Ollama"],
         route_class=BoundedJsonRoute,
-        responses=documented_errors(*MODEL_ROUTE, body=OllamaErrorBody),
+        responses=documented_errors(body=OllamaErrorBody),
     )
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}}
+    posted = documented_errors(*MODEL_ROUTE, body=OllamaErrorBody)
+    streamed = posted | {200: {"content": {NDJSON: {}}}}
 
     async def answered(
         body: OllamaChatRequest | OllamaGenerateRequest, request: Request, tenant: str
@@ -96,7 +96,7 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         """Answers a prompt, as lines of JSON or whole. Without a prompt, loads the model."""
         return await (loaded(body, request) if body.is_empty else answered(body, request, tenant))
 
-    @router.post("/embed", response_class=Response)
+    @router.post("/embed", response_class=Response, responses=posted)
     async def embed(body: OllamaEmbedRequest, request: Request, _tenant: Tenant) -> Response:
         """Computes the embeddings of texts."""
         began_ns = time.monotonic_ns()
@@ -114,7 +114,7 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         query = EmbeddingQuery(name, body.input, body.dimensions or None)
         return await answer_embeddings(models, answerer, request, lambda: query, told)
 
-    @router.post("/embeddings", response_class=Response)
+    @router.post("/embeddings", response_class=Response, responses=posted)
     async def embeddings(body: OllamaEmbeddingsRequest, request: Request, _tenant: Tenant) -> Response:
         """Computes the embedding of a text: the older route."""
         query = EmbeddingQuery(served_name(models, body.model), body.prompt)
@@ -140,7 +140,7 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         found = [running(models, name) for name in models.names if may_use_model(request, name)]
         return {"models": [one for one in found if one is not None]}
 
-    @router.post("/show")
+    @router.post("/show", responses=posted)
     async def show(body: OllamaModelRequest, request: Request) -> Json:
         """Describes a model. One that is not loaded has no numbers."""
         name = served_name(models, body.model or body.name)
@@ -152,6 +152,6 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         raise Unsupported(request.url.path, _OTHER_MODELS)
 
     for path in ("/pull", "/push", "/create", "/copy"):
-        router.post(path, name=path.removeprefix("/"))(refused)
+        router.post(path, name=path.removeprefix("/"), responses=posted)(refused)
     router.delete("/delete", name="delete")(refused)
     return router
