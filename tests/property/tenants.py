@@ -175,6 +175,14 @@ _RESPONSE = _body(
     seed=st.integers(0, 3),
     prompt_cache_options=_CACHE_OPTIONS,
 )
+REFUSED_BY_OLLAMA = ("pull", "push", "create", "copy")
+_OLLAMA = {
+    "stream": st.booleans(),
+    "keep_alive": st.none() | st.just("5m"),
+    "options": _body(
+        num_predict=st.sampled_from([1, 9]), temperature=st.sampled_from([0, 1.0]), seed=st.integers(0, 3)
+    ),
+}
 _UNKNOWN = f"resp_{'0' * 32}"
 _REFERRED = st.sampled_from(["unknown", "own", "other"])
 _NOTHING = st.just("nothing")
@@ -289,6 +297,19 @@ ROUTES = {
             ("detokenize", _body(tokens=st.lists(st.integers(0, 255), max_size=8))),
         )
     },
+    ("POST", "/api/chat"): _posted("/api/chat", _body(messages=_MESSAGES, **_OLLAMA)),
+    ("POST", "/api/generate"): _posted(
+        "/api/generate", _body(prompt=TEXTS, raw=st.none() | st.just(True), **_OLLAMA)
+    ),
+    ("POST", "/api/embed"): _posted("/api/embed", _body(input=TEXTS)),
+    ("POST", "/api/embeddings"): _posted("/api/embeddings", _body(prompt=TEXTS)),
+    ("POST", "/api/show"): _posted("/api/show", st.just({"model": "fake"})),
+    **{("GET", route): _plain(route) for route in ("/api/tags", "/api/ps", "/api/version")},
+    **{
+        ("POST", f"/api/{name}"): _posted(f"/api/{name}", st.just({"model": "x"}))
+        for name in REFUSED_BY_OLLAMA
+    },
+    ("DELETE", "/api/delete"): st.just(Ask("DELETE", "/api/delete")),
     ("GET", "/version"): _plain("/version"),
     ("GET", "/ping"): _plain("/ping"),
     ("POST", "/ping"): _posted("/ping", st.none()),
@@ -378,10 +399,14 @@ class World:
             headers |= _salted("b" if who == "A" else "a")  # overridden by the key
         body = None if ask.body is None else dict(ask.body)
         salt = self.setting.salts[who]
-        if body is not None and salt is not None:
-            body["cache_salt"] = salt
-        if body is not None and ordinal % 3 == 0:
-            _mark(body, MARKS[who])
+        if body is not None:
+            inner = body
+            if "api" in body:
+                inner = body["body"] = dict(body["body"])
+            if salt is not None:
+                inner["cache_salt"] = salt
+            if ordinal % 3 == 0:
+                _mark(inner, MARKS[who])
         id = self._referred(who, ask)
         if body is not None and "input" in body and ask.refers != "nothing":
             body["previous_response_id"] = id
@@ -427,9 +452,8 @@ class Answer:
 def _told(text: str) -> str:
     """Removes ids and times from an answer."""
     text = re.sub(r"""(["'])[a-z]+[_-][0-9a-f]{24,}(_\d+|i\d+)?\1""", '"id"', text)
-    return re.sub(
-        r'"(created|created_at|completed_at|last_seen_s_ago)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text
-    )
+    times = "created|created_at|completed_at|modified_at|last_seen_s_ago|[a-z_]+_duration"
+    return re.sub(rf'"({times})": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
 
 
 @contextlib.contextmanager
@@ -481,7 +505,7 @@ class Twins:
             assert answer == expected, f"{ask} tells B of A"
             self.compared += 1
             self.routes.add((ask.method, ask.route))
-            names = "cached_tokens|cache_read_input_tokens|matched_tokens"
+            names = "cached_tokens|cache_read_input_tokens|matched_tokens|prompt_eval_cached_count"
             found = re.findall(rf'"(?:{names})": ?(\d+)', answer.text)
             self.cached_tokens += sum(map(int, found))
 

@@ -11,6 +11,7 @@ from property.tenants import (
     FAMILIES,
     NOT_COMPARED,
     OTHER_BODIES,
+    REFUSED_BY_OLLAMA,
     ROUTES,
     SETTINGS,
     STEPS,
@@ -71,6 +72,15 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
         Ask("POST", "/v1/cache/pin/chat/completions", body={"messages": messages}),
         Ask("POST", "/v1/cache/pin/messages", body={"messages": messages}),
         Ask("POST", "/v1/cache/pin/responses", body={"input": prompt}),
+        Ask(
+            "POST", "/api/chat", body={"messages": messages, "options": {"num_predict": 3, "temperature": 0}}
+        ),
+        Ask(
+            "POST", "/api/generate", body={"prompt": prompt, "options": {"num_predict": 3, "temperature": 0}}
+        ),
+        Ask("POST", "/api/embed", body={"input": prompt}),
+        Ask("POST", "/api/embeddings", body={"prompt": prompt}),
+        *(Ask("POST", f"/api/{name}", body={"model": "fake"}) for name in ("show", *REFUSED_BY_OLLAMA)),
         Ask("POST", "/v1/cache/release", body={"id": "pin-unknown"}),
         *(
             Ask(method, route, route.replace("{name:path}", "fake").replace("{id}", "resp_0"), body)
