@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.helpers import Bench
 from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.text_alignment import shared
 from text.prompts.chat_tokenizers import template_of
@@ -67,7 +68,9 @@ def ids_of(tokenizer: PromptTokenizer, parts: Sequence[str], rng: random.Random)
 def prompt_of(
     tokenizer: PromptTokenizer, messages: Sequence[Message], tools: Sequence[Any] = ()
 ) -> ChatPrompt:
-    return chat_prompt(escaped(template_of(tokenizer.model_tokenizer, messages, tools), tokenizer), tokenizer)
+    return chat_prompt(
+        escaped(template_of(tokenizer.model_tokenizer, messages, tools), tokenizer), tokenizer, ANYBODY
+    )
 
 
 def said(rng: random.Random) -> str:

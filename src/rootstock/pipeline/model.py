@@ -36,7 +36,7 @@ from rootstock.text.output.parser import OutputParser
 from rootstock.text.output.reasoning_tokens import CountingParser
 from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
 from rootstock.text.prompts.sampled_answers import AnswerPlace
 from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
@@ -221,7 +221,7 @@ class ServedModel:
     def prepared_chat(
         self,
         conversation: Conversation,
-        owner: PromptOwner = ANYBODY,
+        owner: PromptOwner,
         asked: Constraint | None = None,
         reasoning_budget: int | None = None,
     ) -> PreparedChat:

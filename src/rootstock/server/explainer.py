@@ -34,7 +34,7 @@ class Explainer:
         )
 
     def _told(self, model: ServedModel, prompt: PreparedPrompt) -> Json:
-        explanation = model.engine.explain(prompt.tokens, model.engine.namespace(prompt.salt, prompt.adapter))
+        explanation = model.engine.explain(prompt.tokens, prompt.namespace(model.engine))
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()
         told = _explained(explanation, prompt.tokens, model.model_tokenizer)

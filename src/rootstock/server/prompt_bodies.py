@@ -16,8 +16,10 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar
 from fastapi import APIRouter
 from pydantic import Field, ValidationError, model_validator
 
+from rootstock.cache.keys import Namespace
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
+from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import MOST_OF_OWNER
 from rootstock.errors import InvalidParameter, RequestError, Unsupported, shown
 from rootstock.pipeline.model import PreparedChat, ServedModel
@@ -42,6 +44,10 @@ class PreparedPrompt:
     boundaries: tuple[Boundary, ...] = ()
     adapter: str = ""
     media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
+
+    def namespace(self, engine: Engine) -> Namespace:
+        """Returns the namespace of its prefixes in the engine's cache."""
+        return engine.namespace(self.salt, self.adapter)
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> PreparedPrompt:
@@ -79,13 +85,11 @@ class PromptReader(Generic[BodyT]):
 
 @dataclass(frozen=True, slots=True)
 class WireApi:
-    """What a wire format gives the server. `create_app` lists the formats."""
+    """The parts of a wire format that the server needs. `create_app` lists the formats."""
 
     routes: APIRouter
     prompts: Mapping[str, PromptReader[Any]]  # by the name of an API, as clients write it
-    root: str | None = (
-        None  # paths that begin with it have errors of the form; None: the format has OpenAI's form
-    )
+    root: str | None = None  # paths that begin with it have errors of the form; None: OpenAI's form
     error_form: ErrorForm = error_body
 
 

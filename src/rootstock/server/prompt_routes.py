@@ -43,9 +43,7 @@ def prompt_routes(
 
         def pin_cached(model: ServedModel) -> Json:
             prepared = prompt.prepare(model, tenant)
-            found = model.engine.pin(
-                prepared.tokens, tenant, model.engine.namespace(prepared.salt, prepared.adapter)
-            )
+            found = model.engine.pin(prepared.tokens, tenant, prepared.namespace(model.engine))
             if isinstance(found, PinRefused):
                 raise PinNotGranted(found.reason)
             return pin_body(found)

@@ -63,9 +63,7 @@ def begin_warming(
         raise IdleWorkOff()
     # The same prompt has its last token computed: models that cannot resume anywhere need a checkpoint before it.
     tokens = prompt.tokens[:-1] if len(prompt.tokens) > 1 else prompt.tokens
-    warming = Warming(
-        tokens, model.engine.cached_tokens(tokens, model.engine.namespace(prompt.salt, prompt.adapter))
-    )
+    warming = Warming(tokens, model.engine.cached_tokens(tokens, prompt.namespace(model.engine)))
 
     if meter is not None:
         meter.prepared(len(tokens), warming.cached_tokens)

@@ -20,6 +20,7 @@ from rootstock.text.conversation.openai import messages_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.conversation.types import Conversation, Medium, PrefixMark, Text
 from rootstock.text.prompts.boundaries import chat_with_boundaries
+from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, escaped
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
 
@@ -85,7 +86,7 @@ def test_the_line_in_the_prompt_of_any_template_holds_no_control_token(template:
         asked = {"role": "user", "content": content if role == "user" else "Go on."}
         conversation = Conversation(messages_of([asked, *turns]))
         made = escaped(template_input(conversation, tokenizer), prompts, parse=False)
-        return [int(token) for token in chat_with_boundaries(made, prompts).tokens]
+        return [int(token) for token in chat_with_boundaries(made, prompts, ANYBODY).tokens]
 
     for role in ("user", "assistant", *(() if template in WITHOUT_TOOLS else ("tool",))):
         plain = tokens({"type": "text", "text": "[A file]"}, role)

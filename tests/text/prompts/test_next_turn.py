@@ -12,6 +12,7 @@ from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.output.deltas import WholeAnswer, WholeCall
 from rootstock.text.prompts.next_turn import known_prefixes
+from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
 
@@ -22,7 +23,7 @@ CALL = WholeCall("call00001", "look_up", {"word": "library"}, '{"word": "library
 
 def prompt_of(tokenizer: PromptTokenizer, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Tokens:
     template = template_input(conversation_of(messages, tools), tokenizer.model_tokenizer)
-    return chat_prompt(escaped(template, tokenizer), tokenizer).tokens
+    return chat_prompt(escaped(template, tokenizer), tokenizer, ANYBODY).tokens
 
 
 def begins_with(prompt: Tokens, prefix: Tokens) -> bool:
@@ -34,7 +35,7 @@ def begins_with(prompt: Tokens, prefix: Tokens) -> bool:
 def test_the_next_turn_begins_with_it_and_only_the_new_message_is_missing(template: str, kind: str) -> None:
     tokenizer = PromptTokenizer(chat_tokenizer(template, kind), 4096)
     answer = WholeAnswer("The word is library.", "The reader asks. Well.", ())
-    prefixes = known_prefixes(conversation_of(ASKED), answer, tokenizer)
+    prefixes = known_prefixes(conversation_of(ASKED), answer, tokenizer, ANYBODY)
     answered = {"role": "assistant", "content": answer.text}
     for question in ("And?", "77 more", "What does it mean?"):
         prompt = prompt_of(tokenizer, [*ASKED, answered, {"role": "user", "content": question}])
@@ -53,7 +54,7 @@ def test_the_next_step_begins_with_it_up_to_the_tools_result(
 ) -> None:
     tokenizer = PromptTokenizer(chat_tokenizer(template, kind), 4096)
     answer = WholeAnswer("", "The tool answers.", (CALL,))
-    prefixes = known_prefixes(conversation_of(ASKED, [TOOL]), answer, tokenizer)
+    prefixes = known_prefixes(conversation_of(ASKED, [TOOL]), answer, tokenizer, ANYBODY)
     function = {"name": CALL.name, "arguments": CALL.text}
     called: dict[str, Any] = {
         "role": "assistant",
@@ -76,10 +77,10 @@ def test_a_history_tells_whether_a_client_sends_reasoning() -> None:
     function = {"name": "look_up", "arguments": "{}"}
     called = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
     result = {"role": "tool", "tool_call_id": "a", "content": "one"}
-    first = known_prefixes(conversation_of(ASKED, [TOOL]), answer, tokenizer)
-    without = known_prefixes(conversation_of([*ASKED, called, result], [TOOL]), answer, tokenizer)
+    first = known_prefixes(conversation_of(ASKED, [TOOL]), answer, tokenizer, ANYBODY)
+    without = known_prefixes(conversation_of([*ASKED, called, result], [TOOL]), answer, tokenizer, ANYBODY)
     told = called | {"reasoning_content": "Well."}
-    within = known_prefixes(conversation_of([*ASKED, told, result], [TOOL]), answer, tokenizer)
+    within = known_prefixes(conversation_of([*ASKED, told, result], [TOOL]), answer, tokenizer, ANYBODY)
     assert (len(first), len(without), len(within)) == (2, 1, 1)
     text = tokenizer.model_tokenizer.decode
     assert "Well." not in text(without[0].tolist())
@@ -91,4 +92,4 @@ def test_an_answer_that_continues_the_clients_own_beginning_has_no_next_turn() -
     begun = conversation_of(
         [*ASKED, {"role": "assistant", "content": "The"}], options={"continue_final_message": True}
     )
-    assert known_prefixes(begun, WholeAnswer(" word", "", ()), tokenizer) == []
+    assert known_prefixes(begun, WholeAnswer(" word", "", ()), tokenizer, ANYBODY) == []

@@ -21,7 +21,7 @@ from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.text.prompts.boundaries import chat_with_boundaries
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.sampled_answers import CALLS_TO_ONE_PROMPT, SampledAnswers
 from rootstock.text.prompts.spelling import Spelled, Spelling, marks_in
@@ -139,7 +139,7 @@ def test_each_turn_finds_all_that_was_sampled_before(families: Any, kind: str) -
     before = 0
     for turn in range(4):
         conversation = escaped(template_of(tokenizer.model_tokenizer, messages), tokenizer)
-        prompt = chat_with_boundaries(conversation, tokenizer)
+        prompt = chat_with_boundaries(conversation, tokenizer, ANYBODY)
         sampling = ResolvedSampling(temperature=1.0, logit_bias=hidden, seed=turn)
         client = bench.answer(
             prompt.tokens,
@@ -277,7 +277,7 @@ def test_an_answer_that_continues_the_clients_beginning_is_found() -> None:
     asked = [user("What is a tree?"), answer("A helpful")]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     conversation = escaped(template_of(tokenizer.model_tokenizer, asked, (), options), tokenizer)
-    prompt = chat_prompt(conversation, tokenizer)
+    prompt = chat_prompt(conversation, tokenizer, ANYBODY)
     cached = remembered(prompt, sampled(tokenizer, " assistant", "<|im_end|>"))
     following = prompt_of(tokenizer, [asked[0], answer("A helpful assistant"), user("Go on.")])
     assert_begins_with(following, cached)
@@ -469,7 +469,7 @@ def test_boundaries_behind_sampled_ids_are_those_of_the_next_prompts(told: str) 
         prompt_of(tokenizer, history).place.remember(ids)
         history += [answer(told), user("Go on.")]
     conversation = escaped(template_of(tokenizer.model_tokenizer, history), tokenizer)
-    prompt = chat_with_boundaries(conversation, tokenizer)
+    prompt = chat_with_boundaries(conversation, tokenizer, ANYBODY)
     assert prompt.sampled_tokens > 0
     [last] = [each.position for each in prompt.boundaries if each.kind is CheckpointKind.USER]
     later = prompt_of(tokenizer, [*history, answer("Done.", reasoning_content="Well."), user("Go on.")])

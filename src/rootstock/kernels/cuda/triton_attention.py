@@ -38,9 +38,8 @@ _TILE = tl.constexpr(5)  # columns of a tile's record: see `Tiles`
 _LEAST_DIM = 16  # smallest dimension of a matrix that tl.dot takes
 _MOST_SPLITS = 32
 _SLICE_BYTES = 32 << 10  # bytes of K and V that a program holds in shared memory at once, twice for overlap
-_LARGE_SHARED_BYTES = (
-    200 << 10
-)  # of a program's shared memory on devices that multiply 128 rows by one instruction
+# A program's shared memory on devices that multiply 128 rows by one instruction.
+_LARGE_SHARED_BYTES = 200 << 10
 
 
 @triton.jit  # type: ignore[untyped-decorator]

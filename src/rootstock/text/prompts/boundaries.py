@@ -20,7 +20,7 @@ from itertools import takewhile
 from rootstock.cache.radix_node import NEAR_TOKENS, Boundary, CheckpointKind
 from rootstock.errors import ChatTemplateFailed
 from rootstock.text.conversation.template import TemplateInput
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import (
     ChatPrompt,
     PlacedMark,
@@ -46,7 +46,7 @@ def boundaries_of(
 
 
 def chat_with_boundaries(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner
 ) -> ChatPrompt:
     """Renders and tokenizes like `chat_prompt`, and finds the boundaries: for models that cannot resume anywhere."""
     prompt, placed = placed_chat(conversation, tokenizer, owner)
@@ -55,7 +55,7 @@ def chat_with_boundaries(
 
 
 def chat_with_marks(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
+    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner
 ) -> ChatPrompt:
     """Renders and tokenizes like `chat_prompt`, and finds the places of the client's marks, if there are any."""
     if not conversation.marks:

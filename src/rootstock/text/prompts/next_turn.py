@@ -25,7 +25,7 @@ from rootstock.text.conversation.types import (
 )
 from rootstock.text.limits import refuse_surrogates
 from rootstock.text.output.deltas import WholeAnswer
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
+from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, escaped
 from rootstock.text.prompts.same_call import returned_calls
 from rootstock.text.prompts.splicing import Asker
@@ -38,7 +38,7 @@ def known_prefixes(
     conversation: Conversation,
     answer: WholeAnswer,
     tokenizer: PromptTokenizer,
-    owner: PromptOwner = ANYBODY,
+    owner: PromptOwner,
     *,
     parse: bool = False,
 ) -> list[Tokens]:

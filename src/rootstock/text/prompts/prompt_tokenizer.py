@@ -108,9 +108,7 @@ class ChatPrompt:
     marks: tuple[PlacedMark, ...] = ()
 
 
-def chat_prompt(
-    conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner = ANYBODY
-) -> ChatPrompt:
+def chat_prompt(conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner) -> ChatPrompt:
     """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
 
     Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
