@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  (before a command for MLX imports it without torch, in the same process)
 from hypothesis import HealthCheck, settings
+
+from rootstock.logs import ACCESS_LOGGER
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("quick", derandomize=True, database=None, **_COMMON)
@@ -57,6 +60,16 @@ def pytest_runtest_teardown() -> None:
     for function in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def log_levels_as_before() -> Iterator[None]:
+    """Takes back the levels of log lines that a command of the test has set for the whole process."""
+    loggers = [logging.getLogger(name) for name in ("rootstock", "uvicorn", ACCESS_LOGGER)]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
