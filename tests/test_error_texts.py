@@ -15,8 +15,8 @@ import pytest
 
 import rootstock.errors
 from rootstock.errors import InvalidOption, InvalidParameter, KeyNotAllowed, RootstockError
-from rootstock.server.access_rules import Role
-from rootstock.server.anthropic.errors import ThreadUnsupported
+from rootstock.server.access.rules import Role
+from rootstock.server.formats.anthropic.errors import ThreadUnsupported
 
 SOURCE = Path(rootstock.__file__).parent
 AS_PYTHON = re.compile(r"<\w+\.\w+:|\bMember\.|PosixPath|object at 0x|Exception\(")

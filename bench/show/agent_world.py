@@ -27,7 +27,7 @@ from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.prompts.text_alignment import shared

@@ -31,7 +31,7 @@ from common import argument_parser, at_least, at_most, conclude
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.model_card import bytes_per_checkpoint
+from rootstock.server.models.model_card import bytes_per_checkpoint
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.prompts.boundaries import boundaries_of

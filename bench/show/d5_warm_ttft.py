@@ -32,7 +32,7 @@ from rootstock.engine.request import Event, Failed, Finished, TokenEvent
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch.runner import load_model
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.text.tokenizer import HFTokenizer
 
 SHOW = "D5"

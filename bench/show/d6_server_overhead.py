@@ -42,7 +42,7 @@ from rootstock.engine.build import build_engine  # noqa: E402
 from rootstock.engine.engine import Engine  # noqa: E402
 from rootstock.engine.request import Event, Failed, Finished  # noqa: E402
 from rootstock.server.app import create_app  # noqa: E402
-from rootstock.server.listen import running  # noqa: E402
+from rootstock.server.http.listen import running  # noqa: E402
 
 SHOW = "D6"
 STREAMS = 32

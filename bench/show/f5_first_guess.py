@@ -35,7 +35,7 @@ writing of evicted blocks to a tier | write_back writer | WriteBackQueue | cache
 n-gram drafts | ngram speculation | NgramProposer | engine/drafting.py
 self-check of a load | self_check | self_check | runtime/torch_check.py
 weights in 8 and 4 bits | quant | Int8 Int4 | kernels/torch_rounded.py
-API keys and tenants | access key tenant | Keys | server/access.py
+API keys and tenants | access key tenant | Keys | server/access/guard.py
 refused OpenAI fields | unsupported schema | refuse_unsupported_fields | server/known_fields.py
 """
 

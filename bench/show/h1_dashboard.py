@@ -46,9 +46,9 @@ from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.engine.engine import Engine
 from rootstock.server.app import create_app
-from rootstock.server.dashboard.feed import Feed
-from rootstock.server.dashboard.views import Names, Texts, View
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
+from rootstock.server.routes.dashboard.feed import Feed
+from rootstock.server.routes.dashboard.views import Names, Texts, View
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
 from rootstock.text.prompts.owner import salt_of

@@ -27,7 +27,7 @@ from peers import PeerProcess, PeerUnavailable, free_port, rootstock_server
 
 from rootstock.bench.tiny_model import TinyModelSpec, write_tiny_model
 from rootstock.engine.request import RequestId, TokenEvent, Usage
-from rootstock.server.request_metrics import RequestMetrics
+from rootstock.server.observe.request_metrics import RequestMetrics
 
 SHOW = "H6"
 DEPLOY = ROOT / "deploy"

@@ -22,7 +22,7 @@ from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import unused_port

@@ -17,7 +17,7 @@ from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.errors import StartupError
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, unused_port

@@ -21,7 +21,7 @@ import sys, time
 from pathlib import Path
 import rootstock.cli.main as cli
 import rootstock.engine.tiers.connector
-import rootstock.server.listen
+import rootstock.server.http.listen
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
@@ -36,7 +36,7 @@ def build_engine(model, cache, engine, tier, *, chat_template, progress, directo
     return assemble(runtime, ByteTokenizer(), cache, engine, tier)
 
 # On a busy machine, a load or the end of an answer may take any time.
-rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.listen.GRACE_S = 600
+rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.http.listen.GRACE_S = 600
 cli.build_engine = build_engine
 cli.locate = lambda model, **_: Path('no directory')
 cli.main()

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.anthropic import routes
-from rootstock.server.anthropic.calls import messages_call
-from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.formats.anthropic import routes
+from rootstock.server.formats.anthropic.calls import messages_call
+from rootstock.server.formats.anthropic.schema import MessagesRequest
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta

@@ -12,7 +12,7 @@ import pytest
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S

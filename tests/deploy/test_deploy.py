@@ -17,8 +17,8 @@ from rootstock._version import __version__
 from rootstock.cli.main import app
 from rootstock.config import ServerConfig
 from rootstock.options import parse_seconds
-from rootstock.server.access import OPEN_PATHS
-from rootstock.server.listen import GRACE_S
+from rootstock.server.access.guard import OPEN_PATHS
+from rootstock.server.http.listen import GRACE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

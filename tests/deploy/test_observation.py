@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
-from rootstock.server.metrics import Metrics, ResponseStoreStats
-from rootstock.server.models import ModelRegistry
+from rootstock.server.models.registry import ModelRegistry
+from rootstock.server.observe.metrics import Metrics, ResponseStoreStats
 from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# The requests of one call, in `llm/generation.py` and `server/generation.py`: the two are to become one class.
+# The requests of one call, in `llm/generation.py` and `server/answers/generation.py`, are to become one class.
 REPEATED = {"Generation"}
 
 

@@ -15,8 +15,8 @@ from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.memory_watch import MemoryStats, Pressure
 from rootstock.engine.stats import AdapterStats
-from rootstock.server.metrics import Metrics, ResponseStoreStats
-from rootstock.server.models import ModelRegistry
+from rootstock.server.models.registry import ModelRegistry
+from rootstock.server.observe.metrics import Metrics, ResponseStoreStats
 from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime

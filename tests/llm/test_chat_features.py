@@ -17,7 +17,7 @@ from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfi
 from rootstock.engine.build import build_engine
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from waiting import HANG_S
 
 Json = dict[str, Any]

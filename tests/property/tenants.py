@@ -23,7 +23,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from waiting import HANG_S

@@ -21,9 +21,9 @@ from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
-from rootstock.server.connection import HttpLimits
-from rootstock.server.drain import Drain
-from rootstock.server.listen import running
+from rootstock.server.http.connection import HttpLimits
+from rootstock.server.http.drain import Drain
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.text.tokenizer import ModelTokenizer

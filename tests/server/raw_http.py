@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from rootstock.server.connection import Connection
+from rootstock.server.http.connection import Connection
 from waiting import HANG_S, wait_until
 
 

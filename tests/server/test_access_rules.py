@@ -11,7 +11,7 @@ import pytest
 
 from rootstock.config import MAX_SALT_LENGTH, EngineConfig, ServerConfig
 from rootstock.errors import InvalidOption
-from rootstock.server.access_rules import KeyRule, Role, TenantLimits, digest_of, read_rules
+from rootstock.server.access.rules import KeyRule, Role, TenantLimits, digest_of, read_rules
 from server.test_access import CLEAR, COMPLETIONS, EXPLAIN, STATS, cached, code, key, salted
 
 HASHED = hashlib.sha256(b"hashed-key").hexdigest()

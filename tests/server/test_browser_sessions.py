@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rootstock.server import sessions as of
-from rootstock.server.sessions import LoginSession, LoginSessions
+from rootstock.server.access import login_sessions as of
+from rootstock.server.access.login_sessions import LoginSession, LoginSessions
 
 
 class Clock:

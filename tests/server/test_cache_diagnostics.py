@@ -17,7 +17,7 @@ from rootstock.config import CacheConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
 from server.anthropic.streams import events_in, message_of

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rootstock.engine.request import Finished, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.openai.answers import OpenAIFormat
-from rootstock.server.openai.chat_answers import CallStyle, ChatFormat
-from rootstock.server.wire import ChoiceHistory
+from rootstock.server.formats.openai.answers import OpenAIFormat
+from rootstock.server.formats.openai.chat_answers import CallStyle, ChatFormat
+from rootstock.server.wire.api_call import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.output.deltas import (
     CallArguments,

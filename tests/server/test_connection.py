@@ -15,11 +15,11 @@ import pytest
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.runtime.base import Batch
-from rootstock.server import event_stream
+from rootstock.server.answers import event_stream
+from rootstock.server.answers.generation import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
 from rootstock.server.app import create_app
-from rootstock.server.connection import Connection, write_chunk_of
-from rootstock.server.errors import ClientGone
-from rootstock.server.generation import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
+from rootstock.server.http.connection import Connection, write_chunk_of
+from rootstock.server.http.errors import ClientGone
 from server.asgi import ask
 from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for

@@ -10,7 +10,7 @@ import pytest
 
 from rootstock.config import EngineConfig
 from rootstock.server.app import create_app
-from rootstock.server.responses.store import ResponseStore
+from rootstock.server.formats.responses.store import ResponseStore
 from server.asgi import ask
 from server.held import Held
 from server.raw_http import RawClient, post

@@ -10,7 +10,7 @@ import pytest
 
 from rootstock.config import ServerConfig
 from rootstock.errors import EngineError, LLMClosed, Overloaded, RequestError, RootstockError
-from rootstock.server.docs_page import page_of
+from rootstock.server.routes.docs_page import page_of
 
 ERROR = {"$ref": "#/components/schemas/ErrorBody"}
 ANTHROPIC_ERROR = {"$ref": "#/components/schemas/MessagesErrorBody"}

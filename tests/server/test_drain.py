@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rootstock.server.drain import Drain
+from rootstock.server.http.drain import Drain
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.torch.embedder import load_embedder
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
-from rootstock.server.models import ModelRegistry
-from rootstock.server.tracing import Tracing
+from rootstock.server.http.listen import running
+from rootstock.server.models.registry import ModelRegistry
+from rootstock.server.observe.tracing import Tracing
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.conftest import GREEDY, Served, assert_error, user

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing
-from rootstock.server.openai.schema import (
+from rootstock.server.formats.openai.schema import (
     IGNORED,
     REFUSED,
     ChatCompletionRequest,

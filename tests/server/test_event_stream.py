@@ -24,14 +24,15 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.server.event_stream import LONG_ANSWER_CHARS
-from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
-from rootstock.server.hints.sent import NO_HINTS
-from rootstock.server.json_pieces import CHUNK_CHARACTERS
-from rootstock.server.openai.answers import ChoiceFormat, ChunkWriter, UsageChunkWriter
-from rootstock.server.openai.chat_answers import ChatFormat
-from rootstock.server.openai.completion_answers import CompletionFormat
-from rootstock.server.wire import ChoiceHistory
+from rootstock.server.answers.event_stream import LONG_ANSWER_CHARS
+from rootstock.server.answers.generation import Bridge, Generation, Indexed, Mailbox
+from rootstock.server.answers.keep_alive import KeepAlive
+from rootstock.server.formats.openai.answers import ChoiceFormat, ChunkWriter, UsageChunkWriter
+from rootstock.server.formats.openai.chat_answers import ChatFormat
+from rootstock.server.formats.openai.completion_answers import CompletionFormat
+from rootstock.server.wire.api_call import ChoiceHistory
+from rootstock.server.wire.hints.sent import NO_HINTS
+from rootstock.server.wire.json_pieces import CHUNK_CHARACTERS
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.held import Held
 from server.raw_http import Clock, MovedClock

@@ -22,11 +22,11 @@ from cli.running import serve_oracle
 from rootstock.config import ServerConfig
 from rootstock.errors import InvalidOption
 from rootstock.options import parse_names
-from rootstock.server.access import Guard
-from rootstock.server.connection import HttpLimits
-from rootstock.server.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
-from rootstock.server.drain import Drain
-from rootstock.server.errors import ErrorForms, install_error_handlers
+from rootstock.server.access.guard import Guard
+from rootstock.server.http.connection import HttpLimits
+from rootstock.server.http.drain import Drain
+from rootstock.server.http.errors import ErrorForms, install_error_handlers
+from rootstock.server.routes.dashboard.feed import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from server.conftest import assert_error
 from server.raw_http import RawClient
 from waiting import HANG_S
@@ -592,7 +592,7 @@ FILES = """
 import logging, resource, sys
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
-from rootstock.server.listen import _allow_files
+from rootstock.server.http.listen import _allow_files
 print(_allow_files(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 

@@ -15,9 +15,9 @@ from starlette.requests import Request
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
-from rootstock.server import request_bodies
-from rootstock.server.errors import ClientGone
-from rootstock.server.request_bodies import LONG_BODY_BYTES, ParsingQueue, PreparationQueue, check_shape
+from rootstock.server.http import request_bodies
+from rootstock.server.http.errors import ClientGone
+from rootstock.server.http.request_bodies import LONG_BODY_BYTES, ParsingQueue, PreparationQueue, check_shape
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.constraints.turns import CompileTurns
 from rootstock.text.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rootstock.server.openai.schema import (
+from rootstock.server.formats.openai.schema import (
     IGNORED,
     REFUSED,
     ChatCompletionRequest,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.connection import ConnectionPhase, HttpLimits, _undrained_bytes
+from rootstock.server.http.connection import ConnectionPhase, HttpLimits, _undrained_bytes
 from server.raw_http import Clock, RawClient, dechunked, post
 from waiting import wait_until
 

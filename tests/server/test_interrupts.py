@@ -67,7 +67,7 @@ def interrupted(
         ("import=numpy", signal.SIGTERM),
         ("import=rootstock.engine.build", signal.SIGINT),
         # in the command, before and while the model is loaded
-        ("import=rootstock.server.listen", signal.SIGINT),
+        ("import=rootstock.server.http.listen", signal.SIGINT),
         ("import=torch", signal.SIGINT),
         ("import=rootstock.runtime.torch.runner", signal.SIGINT),
         ("open=model.safetensors", signal.SIGINT),

@@ -30,7 +30,9 @@ from rootstock.engine.request import (
 from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
-from rootstock.server.json_pieces import (
+from rootstock.server.formats.openai import completion_answers
+from rootstock.server.wire.api_call import ApiCall, ChoiceHistory
+from rootstock.server.wire.json_pieces import (
     CHUNK_CHARACTERS,
     KeptPieces,
     LazyList,
@@ -38,8 +40,6 @@ from rootstock.server.json_pieces import (
     items_text,
     json_pieces,
 )
-from rootstock.server.openai import completion_answers
-from rootstock.server.wire import ApiCall, ChoiceHistory
 from rootstock.text.limits import MAX_LOGPROBS
 from server.asgi import ask
 from waiting import HANG_S
@@ -336,7 +336,7 @@ def test_the_bound_holds_for_the_product_and_the_context_limits_the_tokens() -> 
 def test_too_many_logprobs_are_refused_before_the_first_step(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("rootstock.server.wire.MAX_LOGPROBS", 2 * (5 + 3) * 4)
+    monkeypatch.setattr("rootstock.server.wire.api_call.MAX_LOGPROBS", 2 * (5 + 3) * 4)
     with serve() as served:
         fields = {"n": 2, "max_tokens": 3, "logprobs": 3, "echo": True, "stream": stream}
         assert served.complete("12345", **fields).status_code == 200

@@ -15,8 +15,8 @@ from lora import linears_of, save_adapter
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.adapters import MAX_ADAPTERS
 from rootstock.engine.stats import AdapterStats
-from rootstock.server.families import Families
-from rootstock.server.vllm_metrics import add_vllm_adapters
+from rootstock.server.observe.metric_families import Families
+from rootstock.server.observe.vllm_metrics import add_vllm_adapters
 from rootstock.units import MIB
 from server.conftest import user
 from server.held import Held

@@ -14,7 +14,7 @@ from embedding_models import save_embedding_model
 from rootstock.cache.families import ChunkedAttention, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cli import main as command
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.model_card import (
+from rootstock.server.models.model_card import (
     bytes_per_checkpoint,
     bytes_per_token,
     families_in_words,

@@ -30,11 +30,10 @@ from rootstock.engine.clearing import Clearing
 from rootstock.engine.stats import Cleared
 from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge, ModelUnavailable
 from rootstock.runtime.base import Batch
-from rootstock.server import model_slots
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
-from rootstock.server.model_slots import AwaitedModel
-from rootstock.server.models import ModelRegistry
+from rootstock.server.http.listen import running
+from rootstock.server.models.model_slots import AwaitedModel
+from rootstock.server.models.registry import ModelRegistry, model_slots
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.disk.tier import DiskTier

@@ -14,20 +14,20 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from rootstock.errors import Unsupported
-from rootstock.server.anthropic.schema import REFUSED as REFUSED_MESSAGES
-from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
-from rootstock.server.fields import Wire
-from rootstock.server.hints.fields import NvExt
-from rootstock.server.openai.embeddings import EmbeddingRequest
-from rootstock.server.openai.schema import (
+from rootstock.server.formats.anthropic.schema import REFUSED as REFUSED_MESSAGES
+from rootstock.server.formats.anthropic.schema import CountTokensRequest, MessagesRequest
+from rootstock.server.formats.openai.embeddings import EmbeddingRequest
+from rootstock.server.formats.openai.schema import (
     IGNORED,
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
     PromptRequest,
 )
-from rootstock.server.responses.schema import _USE as REFUSED_RESPONSES
-from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.formats.responses.schema import _USE as REFUSED_RESPONSES
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.wire.fields import Wire
+from rootstock.server.wire.hints.fields import NvExt
 from server.conftest import Served, user
 
 Json = dict[str, Any]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rootstock.errors import InvalidOption
-from rootstock.server.tracing import open_tracing
+from rootstock.server.observe.tracing import open_tracing
 
 
 def test_traces_without_the_extra_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

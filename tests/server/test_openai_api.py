@@ -15,7 +15,7 @@ from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal

@@ -10,11 +10,11 @@ from fastapi import FastAPI
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.errors import Unsupported
-from rootstock.server.anthropic.schema import CountTokensRequest
-from rootstock.server.fields import Wire
-from rootstock.server.openai.schema import REFUSED, PromptRequest
-from rootstock.server.prompt_bodies import MAX_UNKNOWN_FIELDS, refuse_misspelled
-from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.answers.prompt_bodies import MAX_UNKNOWN_FIELDS, refuse_misspelled
+from rootstock.server.formats.anthropic.schema import CountTokensRequest
+from rootstock.server.formats.openai.schema import REFUSED, PromptRequest
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.wire.fields import Wire
 from server.conftest import Served, assert_error, served_by_oracle, user
 
 STATE_ROUTES = ("/v1/cache/", "/v1/models/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")

@@ -11,9 +11,9 @@ import pytest
 
 from rootstock.config import ServerConfig
 from rootstock.errors import RateLimited
-from rootstock.server import access
-from rootstock.server.access_rules import TenantLimits
-from rootstock.server.rate_limits import Bucket, Meter, RateLimiter, duration
+from rootstock.server.access import guard as access
+from rootstock.server.access.rate_limits import Bucket, Meter, RateLimiter, duration
+from rootstock.server.access.rules import TenantLimits
 from server.conftest import user
 from server.held import Held
 from server.test_access import COMPLETIONS, code, key, salted

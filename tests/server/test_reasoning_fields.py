@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rootstock.errors import InvalidParameter
-from rootstock.server.anthropic.schema import MessagesRequest
-from rootstock.server.fields import EFFORTS
-from rootstock.server.openai.schema import ChatCompletionRequest
-from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.formats.anthropic.schema import MessagesRequest
+from rootstock.server.formats.openai.schema import ChatCompletionRequest
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.wire.fields import EFFORTS
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.chat_template import TemplateNames
 from server.conftest import Served, served_by_oracle, user

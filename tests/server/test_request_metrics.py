@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from rootstock.engine.request import Finished, RequestId, Usage
-from rootstock.server.families import Buckets, Families
-from rootstock.server.request_info import Measured, RequestInfo
-from rootstock.server.request_metrics import (
+from rootstock.server.access.tenant_labels import OTHERS
+from rootstock.server.observe.metric_families import Buckets, Families
+from rootstock.server.observe.request_metrics import (
     LATENCY_S,
     RequestMetrics,
     Series,
     add_requests,
     token_bounds,
 )
-from rootstock.server.tenant_labels import OTHERS
+from rootstock.server.request_info import Measured, RequestInfo
 
 USAGE = Usage(100, 75, 5, queued_s=1.0, ttft_s=4.0, total_s=8.0, loading_s=2.0, loaded_tokens=50)
 

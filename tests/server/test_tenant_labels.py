@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from rootstock.server.tenant_labels import OTHERS, TenantLabels, shown_tenant
+from rootstock.server.access.tenant_labels import OTHERS, TenantLabels, shown_tenant
 
 
 def test_the_first_tenants_get_labels_and_later_ones_are_others() -> None:

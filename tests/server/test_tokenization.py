@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import rootstock
-from rootstock.server.openai import tokenization
-from rootstock.server.openai.tokenization import Detokenized, Tokenized
+from rootstock.server.formats.openai import tokenization
+from rootstock.server.formats.openai.tokenization import Detokenized, Tokenized
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS
 from rootstock.text.special_tokens import MARK
 from server.conftest import assert_error, served_by_oracle, user

@@ -22,9 +22,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from rootstock.config import ServerConfig
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
+from rootstock.server.observe.tracing import Tracing, open_tracing
 from rootstock.server.request_info import RequestInfo
-from rootstock.server.tracing import Tracing, open_tracing
 from server.conftest import served_by_oracle, user
 from waiting import wait_until
 

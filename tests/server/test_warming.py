@@ -12,7 +12,7 @@ import pytest
 
 from rootstock.config import EngineConfig
 from rootstock.errors import InvalidOption
-from rootstock.server.declared_prompts import DeclaredPrompt, read_warm_file
+from rootstock.server.routes.declared_prompts import DeclaredPrompt, read_warm_file
 from rootstock.testing.fake_runtime import FULL, STATE
 from server.conftest import GREEDY, Served, assert_error, served_by_oracle, user
 

@@ -25,16 +25,16 @@ from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.build import assemble
 from rootstock.errors import RequestError
 from rootstock.pipeline.model import ServedModel
-from rootstock.server import request_bodies
-from rootstock.server.anthropic.calls import prepared_prompt as messages_prompt
-from rootstock.server.anthropic.schema import CountTokensRequest
-from rootstock.server.models import served_model
-from rootstock.server.openai.calls import prepared_prompt
-from rootstock.server.openai.schema import PromptRequest
-from rootstock.server.responses.calls import Responses
-from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore
+from rootstock.server.formats.anthropic.calls import prepared_prompt as messages_prompt
+from rootstock.server.formats.anthropic.schema import CountTokensRequest
+from rootstock.server.formats.openai.calls import prepared_prompt
+from rootstock.server.formats.openai.schema import PromptRequest
+from rootstock.server.formats.responses.calls import Responses
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.formats.responses.sealing import Sealer
+from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.http import request_bodies
+from rootstock.server.models.registry import served_model
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.prompts.fingerprint import Fingerprints
 from rootstock.units import MIB

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server import wrong_keys as of
-from rootstock.server.access import Guard
-from rootstock.server.drain import Drain
-from rootstock.server.errors import ErrorForms
-from rootstock.server.wrong_keys import WrongKeys
+from rootstock.server.access.guard import Guard
+from rootstock.server.access import wrong_keys as of
+from rootstock.server.access.wrong_keys import WrongKeys
+from rootstock.server.http.drain import Drain
+from rootstock.server.http.errors import ErrorForms
 
 KEY = "a-right-key"
 ADDRESS = "203.0.113.7"  # a proxy's

@@ -31,7 +31,7 @@ from rootstock.cli.stored_prefixes import (
 from rootstock.errors import StartupError
 from rootstock.options import parse_bytes
 from rootstock.runtime.select import leave_out_torch
-from rootstock.server.declared_prompts import read_warm_file
+from rootstock.server.routes.declared_prompts import read_warm_file
 from rootstock.text.tokenizer import HFTokenizer
 from rootstock.tiers.base import Off
 from rootstock.tiers.disk.prefixes import Prefixes

@@ -295,7 +295,7 @@ app.command(cls=options.Command)(launch)
 
 
 def ready_line(made: Assembly, url: str, block_size: int = CacheConfig().block_size) -> str:
-    from rootstock.server.model_card import (
+    from rootstock.server.models.model_card import (
         bytes_per_checkpoint,
         bytes_per_token,
         dtypes_in_words,

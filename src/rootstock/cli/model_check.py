@@ -26,7 +26,7 @@ def try_model(config: Configuration) -> list[tuple[str, str]]:
     """Load a model as a server does, ask it once, and return rows of names and values that describe it.
 
     Raises StartupError."""
-    from rootstock.server.model_card import table_of, table_of_embedder
+    from rootstock.server.models.model_card import table_of, table_of_embedder
 
     model, server = config.model, config.server
     with LoadProgress() as progress:

@@ -28,7 +28,7 @@ from rootstock.runtime.select import device_memory, leave_out_torch, load_embedd
 from rootstock.units import in_units
 
 if TYPE_CHECKING:
-    from rootstock.server.model_slots import ModelSlot
+    from rootstock.server.models.model_slots import ModelSlot
 
 Report = Callable[[str, float], None]
 
@@ -172,7 +172,7 @@ def serve_models(models: Sequence[ServedModelConfig], config: Configuration, sta
         budget = shared_budget(models, config, report)
 
         from rootstock.server.app import create_app
-        from rootstock.server.models import ModelRegistry
+        from rootstock.server.models.registry import ModelRegistry
 
         load = loader(models, config, budget, report)
         generating = sum(one.task != "embed" for one in models)

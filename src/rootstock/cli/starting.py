@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from rootstock.cli.output import announce_drain
 from rootstock.config import Configuration
 from rootstock.errors import InvalidOption
-from rootstock.server.declared_prompts import check_warm_file, read_warm_file
+from rootstock.server.routes.declared_prompts import check_warm_file, read_warm_file
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rootstock.engine.engine import Engine
-    from rootstock.server.access import Keys
-    from rootstock.server.drain import Drain
-    from rootstock.server.models import ModelRegistry
-    from rootstock.server.tracing import Tracing
+    from rootstock.server.access.guard import Keys
+    from rootstock.server.http.drain import Drain
+    from rootstock.server.models.registry import ModelRegistry
+    from rootstock.server.observe.tracing import Tracing
 
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
 # interpreter.
@@ -42,7 +42,7 @@ class Start:
 
     @property
     def url(self) -> str:
-        from rootstock.server.listen import url_of
+        from rootstock.server.http.listen import url_of
 
         return url_of(self.listener)
 
@@ -55,7 +55,7 @@ class Start:
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Serves until a signal ends the process. Prints the line `ready` when the server accepts requests."""
-        from rootstock.server.listen import serve
+        from rootstock.server.http.listen import serve
 
         # Keeps the garbage collector from visiting the loaded models, which stay until the end, between two tokens.
         gc.collect()
@@ -77,16 +77,16 @@ def prepare(config: Configuration) -> Start:
 
     Raises StartupError."""
     from rootstock.runtime.host_memory import share_heaps
-    from rootstock.server.access import Keys
-    from rootstock.server.drain import Drain
-    from rootstock.server.listen import listen
+    from rootstock.server.access.guard import Keys
+    from rootstock.server.http.drain import Drain
+    from rootstock.server.http.listen import listen
     from rootstock.text.prompts.public_prompts import read_public_prompts
 
     share_heaps()
     sys.setswitchinterval(_SWITCH_S)
     server, tracing = config.server, None
     if server.traces:
-        from rootstock.server.tracing import open_tracing
+        from rootstock.server.observe.tracing import open_tracing
 
         tracing = open_tracing()
     keys = Keys(server)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
-from rootstock.server.access import (
+from rootstock.server.access.guard import (
     DASHBOARD,
     Guard,
     Keys,
@@ -26,42 +26,42 @@ from rootstock.server.access import (
     refuse_model_of_others,
     refuse_unless,
 )
-from rootstock.server.access_rules import AccessRules
-from rootstock.server.adapter_routes import adapter_routes
-from rootstock.server.anthropic.routes import anthropic_api
-from rootstock.server.cache_routes import cache_routes
-from rootstock.server.dashboard.routes import install_dashboard, wants_html
-from rootstock.server.docs_page import install_docs
-from rootstock.server.drain import Drain
-from rootstock.server.embedding_model import EmbeddingModel
-from rootstock.server.errors import (
+from rootstock.server.access.login_sessions import LoginSessions
+from rootstock.server.access.rate_limits import LIMIT_HEADERS
+from rootstock.server.access.rules import AccessRules
+from rootstock.server.answers.event_stream import Answerer
+from rootstock.server.answers.prompt_bodies import Prompts
+from rootstock.server.formats.anthropic.routes import anthropic_api
+from rootstock.server.formats.ollama.routes import ollama_api
+from rootstock.server.formats.openai.routes import openai_api
+from rootstock.server.formats.responses.routes import responses_api
+from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.http.drain import Drain
+from rootstock.server.http.errors import (
     ANTHROPIC_ID_HEADER,
     REQUEST_ID_HEADER,
     ErrorForms,
     documented_errors,
     install_error_handlers,
 )
-from rootstock.server.event_stream import Answerer
-from rootstock.server.explainer import Explainer
-from rootstock.server.fields import ClosedWire
-from rootstock.server.metrics import Metrics
-from rootstock.server.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
-from rootstock.server.models import ModelRegistry
-from rootstock.server.ollama.routes import ollama_api
-from rootstock.server.openai.routes import openai_api
-from rootstock.server.pin_routes import pin_routes
-from rootstock.server.probes import probe_routes
-from rootstock.server.prompt_bodies import Prompts
-from rootstock.server.prompt_routes import prompt_routes
-from rootstock.server.rate_limits import LIMIT_HEADERS
-from rootstock.server.request_bodies import BoundedJsonRoute
-from rootstock.server.request_log import RequestLog
-from rootstock.server.responses.routes import responses_api
-from rootstock.server.responses.store import ResponseStore
-from rootstock.server.sessions import LoginSessions
-from rootstock.server.tracing import Tracing
-from rootstock.server.warming import Warmer
-from rootstock.server.wire import MAX_TOKENS_HEADER
+from rootstock.server.http.request_bodies import BoundedJsonRoute
+from rootstock.server.models.embedding_model import EmbeddingModel
+from rootstock.server.models.model_card import anthropic_model_fields, numbers_of, numbers_of_embedder
+from rootstock.server.models.registry import ModelRegistry
+from rootstock.server.observe.metrics import Metrics
+from rootstock.server.observe.request_log import RequestLog
+from rootstock.server.observe.tracing import Tracing
+from rootstock.server.routes.adapter_routes import adapter_routes
+from rootstock.server.routes.cache_routes import cache_routes
+from rootstock.server.routes.dashboard.routes import install_dashboard, wants_html
+from rootstock.server.routes.docs_page import install_docs
+from rootstock.server.routes.explainer import Explainer
+from rootstock.server.routes.pin_routes import pin_routes
+from rootstock.server.routes.probes import probe_routes
+from rootstock.server.routes.prompt_routes import prompt_routes
+from rootstock.server.routes.warming import Warmer
+from rootstock.server.wire.api_call import MAX_TOKENS_HEADER
+from rootstock.server.wire.fields import ClosedWire
 
 
 def create_app(

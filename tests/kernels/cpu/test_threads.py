@@ -74,5 +74,5 @@ def test_threads_wait_briefly_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_command_line_sets_the_waiting_time_before_torch_is_loaded() -> None:
-    code = "import sys, rootstock.cli.main, rootstock.server.listen; sys.exit('torch' in sys.modules)"
+    code = "import sys, rootstock.cli.main, rootstock.server.http.listen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0

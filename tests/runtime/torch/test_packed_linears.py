@@ -22,7 +22,7 @@ from rootstock.runtime.base import Logits
 from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.runner import load_model
-from rootstock.server.model_card import numbers_of, table_of
+from rootstock.server.models.model_card import numbers_of, table_of
 from runtime.torch.helpers import STEPS
 from twins.driving import allocate, packed_logits, random_tokens
 from twins.torch_models import Dense, load

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Usage
 from rootstock.errors import QueueFull, StepFailed
-from rootstock.server.anthropic.answers import PromptUsage
-from rootstock.server.anthropic.blocks import AnswerStyle
-from rootstock.server.anthropic.signatures import text_held
-from rootstock.server.wire import ChoiceHistory
+from rootstock.server.formats.anthropic.answers import PromptUsage
+from rootstock.server.formats.anthropic.blocks import AnswerStyle
+from rootstock.server.formats.anthropic.signatures import text_held
+from rootstock.server.wire.api_call import ChoiceHistory
 from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta
 from server.anthropic.streams import call, events_in, finished, format_of, message_of, streamed
 

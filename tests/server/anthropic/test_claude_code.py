@@ -14,9 +14,9 @@ from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.pipeline.model import ChatRules, ServedModel
-from rootstock.server.anthropic.calls import counted_tokens, messages_call
-from rootstock.server.anthropic.schema import MessagesRequest
-from rootstock.server.anthropic.signatures import signature_of
+from rootstock.server.formats.anthropic.calls import counted_tokens, messages_call
+from rootstock.server.formats.anthropic.schema import MessagesRequest
+from rootstock.server.formats.anthropic.signatures import signature_of
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from text.prompts.chat_tokenizers import chat_tokenizer

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.errors import RequestError
-from rootstock.server.anthropic.client_tools import CLIENT_TOOLS
-from rootstock.server.anthropic.conversation import conversation_of
-from rootstock.server.anthropic.signatures import holding, signature_of, text_held
-from rootstock.server.anthropic.tool_use_ids import call_id_of, tool_use_id
+from rootstock.server.formats.anthropic.client_tools import CLIENT_TOOLS
+from rootstock.server.formats.anthropic.conversation import conversation_of
+from rootstock.server.formats.anthropic.signatures import holding, signature_of, text_held
+from rootstock.server.formats.anthropic.tool_use_ids import call_id_of, tool_use_id
 from rootstock.text.conversation.types import (
     Medium,
     Message,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rootstock.errors import RequestError
-from rootstock.server.anthropic.edits import edited, edits_of
+from rootstock.server.formats.anthropic.edits import edited, edits_of
 from rootstock.text.conversation.types import Conversation, Message, Reasoning, Text, ToolCall, ToolResult
 
 THINKING, TOOL_USES = "clear_thinking_20251015", "clear_tool_uses_20250919"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.server.anthropic.json_prefix import JsonPrefix
+from rootstock.server.formats.anthropic.json_prefix import JsonPrefix
 
 values = st.recursive(
     st.none()

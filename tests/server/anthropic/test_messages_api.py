@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.anthropic.answers import MessageBody
+from rootstock.server.formats.anthropic.answers import MessageBody
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.anthropic.streams import events_in, message_of
 from server.conftest import GREEDY, user

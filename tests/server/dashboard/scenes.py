@@ -35,9 +35,9 @@ from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.engine import Engine
 from rootstock.runtime.base import Batch, Embedder, EmbedderDescription, LoadedAdapter
 from rootstock.server.app import create_app
-from rootstock.server.drain import Drain
-from rootstock.server.listen import running
-from rootstock.server.models import ModelRegistry
+from rootstock.server.http.drain import Drain
+from rootstock.server.http.listen import running
+from rootstock.server.models.registry import ModelRegistry
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.units import MIB

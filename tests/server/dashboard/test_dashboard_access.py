@@ -12,7 +12,7 @@ import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.activity import LiveRequest
-from rootstock.server.drain import Drain
+from rootstock.server.http.drain import Drain
 from server.conftest import Served, assert_error, served_by_oracle, user
 from server.dashboard.browser import Browser
 from server.held import Held

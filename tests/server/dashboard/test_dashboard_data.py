@@ -12,15 +12,15 @@ import pytest
 
 from rootstock.cache.families import SlidingWindow
 from rootstock.config import ServerConfig
-from rootstock.server.dashboard.feed import (
+from rootstock.server.routes.dashboard.feed import (
     MAX_STRANGERS,
     MAX_VIEWERS,
     MAX_VIEWERS_OF_TENANT,
     Feed,
     difference,
 )
-from rootstock.server.dashboard.trees import LEAST_PAUSE_S, MOST_PAUSE_S, Trees, pause_s
-from rootstock.server.dashboard.views import MAX_SHOWN_TOKENS, Names, Texts, View
+from rootstock.server.routes.dashboard.trees import LEAST_PAUSE_S, MOST_PAUSE_S, Trees, pause_s
+from rootstock.server.routes.dashboard.views import MAX_SHOWN_TOKENS, Names, Texts, View
 from rootstock.testing.fake_runtime import FULL, STATE
 from server.conftest import Served, served_by_oracle
 from server.dashboard.browser import Browser, Json

@@ -11,7 +11,7 @@ import pytest
 
 from rootstock.config import ServerConfig
 from rootstock.engine.tiers.connector import Space
-from rootstock.server.dashboard import views
+from rootstock.server.routes.dashboard import views
 from server.conftest import assert_error
 from server.dashboard import scenes
 from server.dashboard.browser import Browser

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.dashboard.routes import page_files
+from rootstock.server.routes.dashboard.routes import page_files
 from server.conftest import Served, served_by_oracle
 
 HTML = {"accept": "text/html,application/xhtml+xml"}

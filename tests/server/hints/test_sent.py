@@ -12,13 +12,13 @@ from starlette.datastructures import Headers
 from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
-from rootstock.server.anthropic.schema import MessagesRequest
-from rootstock.server.hints.directives import MAX_DIRECTIVES
-from rootstock.server.hints.fields import MAX_ACTIONS, HintFields
-from rootstock.server.hints.headers import MAX_SESSION_CHARS, HeaderHints, header_hints
-from rootstock.server.hints.sent import NO_HINTS, SentHints, sent_hints
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
-from rootstock.server.responses.schema import ResponseRequest
+from rootstock.server.formats.anthropic.schema import MessagesRequest
+from rootstock.server.formats.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.wire.hints.directives import MAX_DIRECTIVES
+from rootstock.server.wire.hints.fields import MAX_ACTIONS, HintFields
+from rootstock.server.wire.hints.headers import MAX_SESSION_CHARS, HeaderHints, header_hints
+from rootstock.server.wire.hints.sent import NO_HINTS, SentHints, sent_hints
 from rootstock.text.conversation.types import PrefixMark
 from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark

@@ -14,7 +14,7 @@ import pytest
 from embedding_models import save_embedding_model
 from rootstock.config import ServerConfig
 from rootstock.logs import ACCESS_LOGGER
-from rootstock.server.ollama.schema import OllamaChatRequest
+from rootstock.server.formats.ollama.schema import OllamaChatRequest
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import user
 from server.responses.scripted import scripted_server

@@ -16,7 +16,7 @@ from rootstock.engine.build import assemble
 from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.runtime.base import Batch, Logits
 from rootstock.server.app import create_app
-from rootstock.server.listen import running
+from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.output.deltas import (

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.responses import compaction
-from rootstock.server.responses.answers import CompactionBody
+from rootstock.server.formats.responses import compaction
+from rootstock.server.formats.responses.answers import CompactionBody
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import parsed
@@ -212,7 +212,7 @@ def test_a_wrong_request_is_refused_with_the_place(
 
 
 def test_the_length_of_a_summary_has_a_bound(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rootstock.server.responses import calls
+    from rootstock.server.formats.responses import calls
 
     monkeypatch.setattr(calls, "MAX_SUMMARY_TOKENS", 30)
     usage = client.post(COMPACT, json={"model": "fake", "input": CONVERSATION}).json()["usage"]

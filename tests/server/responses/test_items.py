@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rootstock.errors import InvalidParameter, RootstockError, Unsupported
-from rootstock.server.responses.items import messages_of
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.tools import ClientTool, Toolbox, ToolKind, tool_choice_of
+from rootstock.server.formats.responses.items import messages_of
+from rootstock.server.formats.responses.sealing import Sealer
+from rootstock.server.formats.responses.tools import ClientTool, Toolbox, ToolKind, tool_choice_of
 from rootstock.text.constraints.asked import Lark
 from rootstock.text.conversation.types import (
     Message,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.server.responses.output import Output, OutputSettings, WholeCalls
-from rootstock.server.responses.tools import Toolbox
+from rootstock.server.formats.responses.output import Output, OutputSettings, WholeCalls
+from rootstock.server.formats.responses.tools import Toolbox
 from rootstock.text.output.reasoning_tokens import CountingParser
 from server.responses.events import checked
 from server.responses.scripted import MarkedParser

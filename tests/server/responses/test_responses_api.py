@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from rootstock.server.responses import calls
-from rootstock.server.responses.answers import InputItems, ResponseBody
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore
+from rootstock.server.formats.responses import calls
+from rootstock.server.formats.responses.answers import InputItems, ResponseBody
+from rootstock.server.formats.responses.sealing import Sealer
+from rootstock.server.formats.responses.store import ResponseStore
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed

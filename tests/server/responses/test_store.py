@@ -24,8 +24,8 @@ from rootstock.errors import (
     ResponseNotFound,
     ResponseStoreFailed,
 )
-from rootstock.server.responses import store as store_module
-from rootstock.server.responses.store import NewResponse, ResponseStore, StoredResponse
+from rootstock.server.formats.responses import store as store_module
+from rootstock.server.formats.responses.store import NewResponse, ResponseStore, StoredResponse
 from rootstock.units import MIB
 from waiting import HANG_S
 
@@ -586,7 +586,7 @@ def test_a_closed_store_has_all_in_its_file(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from rootstock.server.responses.store import NewResponse, ResponseStore
+from rootstock.server.formats.responses.store import NewResponse, ResponseStore
 store = ResponseStore.open(Path(sys.argv[1]), 1 << 20)
 i = 0
 while True:

@@ -11,12 +11,12 @@ import pytest
 from hostile_bodies import RESPONSE_BODIES, nested
 from rootstock.config import ServerConfig
 from rootstock.errors import InvalidParameter, Unsupported
-from rootstock.server.request_bodies import PreparationQueue
-from rootstock.server.responses.items import kept_items, messages_of
-from rootstock.server.responses.schema import ResponseRequest
-from rootstock.server.responses.sealing import Sealer
-from rootstock.server.responses.store import ResponseStore
-from rootstock.server.responses.tools import Toolbox
+from rootstock.server.formats.responses.items import kept_items, messages_of
+from rootstock.server.formats.responses.schema import ResponseRequest
+from rootstock.server.formats.responses.sealing import Sealer
+from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.formats.responses.tools import Toolbox
+from rootstock.server.http.request_bodies import PreparationQueue
 from rootstock.text.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
 from rootstock.text.prompts.owner import salt_of
 from rootstock.units import KIB, MIB

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, PromptTextTooLong, Unsupported
-from rootstock.server.openai.schema import ChatCompletionRequest
+from rootstock.server.formats.openai.schema import ChatCompletionRequest
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.conversation.openai import conversation_of, messages_of
 from rootstock.text.conversation.template import TemplateInput, template_input

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.server.cache_diagnostics import anthropic_diagnostics, openai_diagnostics
+from rootstock.server.wire.cache_diagnostics import anthropic_diagnostics, openai_diagnostics
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.conversation.template import template_input
 from rootstock.text.conversation.types import (

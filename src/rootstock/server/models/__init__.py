@@ -1,0 +1,1 @@
+"""Models by name: which are loaded, which are in use, what they are."""

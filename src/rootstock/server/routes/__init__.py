@@ -1,0 +1,1 @@
+"""Routes beside the wire formats: probes, models' adapters, the cache, pins, prompts, documentation, dashboard."""
