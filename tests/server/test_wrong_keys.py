@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.access.guard import Guard
 from rootstock.server.access import wrong_keys as of
+from rootstock.server.access.guard import Guard
 from rootstock.server.access.wrong_keys import WrongKeys
 from rootstock.server.http.drain import Drain
 from rootstock.server.http.errors import ErrorForms
