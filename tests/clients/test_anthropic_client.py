@@ -18,6 +18,7 @@ from rootstock.server.formats.anthropic import routes
 from rootstock.server.formats.anthropic.calls import messages_call
 from rootstock.server.formats.anthropic.schema import MessagesRequest
 from rootstock.server.http.listen import running
+from rootstock.server.wire.sender import Sender
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta
@@ -139,8 +140,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[MessagesReques
     def start(*answers: list[Delta]) -> list[MessagesRequest]:
         asked: list[MessagesRequest] = []
 
-        def scripted_call(model: ServedModel, body: MessagesRequest, tenant: str, *more: Any) -> Any:
-            made = messages_call(model, body, tenant, *more)
+        def scripted_call(model: ServedModel, body: MessagesRequest, sender: Sender) -> Any:
+            made = messages_call(model, body, sender)
             asked.append(body)  # one that is not refused: the runner asks for a thread first
             deltas = answers[len(asked) - 1]
             [request] = made.requests

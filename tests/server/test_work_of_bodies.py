@@ -35,6 +35,7 @@ from rootstock.server.formats.responses.sealing import Sealer
 from rootstock.server.formats.responses.store import ResponseStore
 from rootstock.server.http import request_bodies
 from rootstock.server.models.registry import served_model
+from rootstock.server.wire.sender import Sender
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.prompts.fingerprint import Fingerprints
 from rootstock.units import MIB
@@ -119,16 +120,17 @@ def prepares() -> Iterator[Mapping[str, Prepare]]:
     made = assemble(FakeRuntime(1_000, 4_000_000), tokenizer, CacheConfig(budget_bytes=64 * MIB))
     model: ServedModel = served_model(made, ServerConfig(), Fingerprints())
     store = ResponseStore.open(None, MIB)
-    responses = Responses(store, Sealer(), 16 * MIB)
+    sender = Sender("")
+    responses = Responses(sender, store.of(""), Sealer(store.sealing_key, ""), 16 * MIB)
 
     def prepare_chat(body: dict[str, Any]) -> object:
-        return prepared_prompt(model, PromptRequest.model_validate(body), "")
+        return prepared_prompt(model, PromptRequest.model_validate(body), sender)
 
     yield {
         CHAT: prepare_chat,
         COMPLETIONS: prepare_chat,
-        MESSAGES: lambda body: messages_prompt(model, CountTokensRequest.model_validate(body), ""),
-        RESPONSES: lambda body: responses.chat(model, ResponseRequest.model_validate(body), ""),
+        MESSAGES: lambda body: messages_prompt(model, CountTokensRequest.model_validate(body), sender),
+        RESPONSES: lambda body: responses.chat(model, ResponseRequest.model_validate(body)),
     }
     store.close()
 

@@ -17,6 +17,7 @@ from rootstock.pipeline.model import ChatRules, ServedModel
 from rootstock.server.formats.anthropic.calls import counted_tokens, messages_call
 from rootstock.server.formats.anthropic.schema import MessagesRequest
 from rootstock.server.formats.anthropic.signatures import signature_of
+from rootstock.server.wire.sender import Sender
 from rootstock.testing.fake_runtime import FakeRuntime
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from text.prompts.chat_tokenizers import chat_tokenizer
@@ -126,9 +127,11 @@ def rounds(*beside: Json) -> Iterator[list[Json]]:
 
 
 def prompt(model: ServedModel, body: Json) -> Any:
-    made = messages_call(model, MessagesRequest.model_validate(body), "")
+    made = messages_call(model, MessagesRequest.model_validate(body), Sender(""))
     tokens = made.requests[0].tokens
-    assert counted_tokens(model, MessagesRequest.model_validate(body), "")["input_tokens"] == len(tokens)
+    assert counted_tokens(model, MessagesRequest.model_validate(body), Sender(""))["input_tokens"] == len(
+        tokens
+    )
     return tokens
 
 
@@ -210,7 +213,7 @@ def test_a_template_that_refuses_late_system_messages_gets_their_text_in_their_p
 def test_max_tokens_are_lowered_to_the_room_that_is_left(template: str) -> None:
     tokens = len(prompt(model_of(template), request([])))
     model = model_of(template, tokens + 50)
-    made = messages_call(model, MessagesRequest.model_validate(request([])), "")
+    made = messages_call(model, MessagesRequest.model_validate(request([])), Sender(""))
     assert made.requests[0].stop.max_tokens == 50
     assert made.stream
 

@@ -11,7 +11,7 @@ import pytest
 from rootstock.server.formats.responses import calls
 from rootstock.server.formats.responses.answers import InputItems, ResponseBody
 from rootstock.server.formats.responses.sealing import Sealer
-from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.formats.responses.store import TenantResponses
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed
@@ -262,13 +262,13 @@ def test_references_to_one_response_read_it_once(
 ) -> None:
     [item] = created(client, input="say:yes")["output"]
     read: list[str] = []
-    output = ResponseStore.output
+    output = TenantResponses.output
 
-    def counted(store: ResponseStore, tenant: str, id: str) -> bytes:
+    def counted(store: TenantResponses, id: str) -> bytes:
         read.append(id)
-        return output(store, tenant, id)
+        return output(store, id)
 
-    monkeypatch.setattr(ResponseStore, "output", counted)
+    monkeypatch.setattr(TenantResponses, "output", counted)
     ask = {"role": "user", "content": "say:fine"}
     named = {"type": "item_reference", "id": item["id"]}
     assert _input_tokens(client, [ask, *[named] * 50]) == _input_tokens(client, [ask, *[item] * 50])
@@ -283,9 +283,9 @@ def test_the_text_of_seals_is_bounded_while_they_are_opened(
     opened: list[str] = []
     unseal = Sealer.open
 
-    def counted(sealer: Sealer, sealed: str, tenant: str) -> str | None:
+    def counted(sealer: Sealer, sealed: str) -> str | None:
         opened.append(sealed)
-        return unseal(sealer, sealed, tenant)
+        return unseal(sealer, sealed)
 
     monkeypatch.setattr(Sealer, "open", counted)
     sealed = {"type": "reasoning", "summary": [], **_only(reasoning, "encrypted_content")}

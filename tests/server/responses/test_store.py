@@ -39,17 +39,17 @@ def response(id: str, parent: str | None = None, text: str = "x") -> NewResponse
 def chain(store: ResponseStore, name: str, length: int, tenant: str = TENANT, text: str = "x") -> list[str]:
     ids = [f"{name}{i}" for i in range(length)]
     for i, id in enumerate(ids):
-        store.put(tenant, response(id, ids[i - 1] if i else None, text))
+        store.of(tenant).put(response(id, ids[i - 1] if i else None, text))
     return ids
 
 
 def history(store: ResponseStore, id: str, tenant: str = TENANT, most: int = 64 * MIB) -> list[Any]:
-    return [item for each in json.loads(store.history(tenant, id, most)) for item in each]
+    return [item for each in json.loads(store.of(tenant).history(id, most)) for item in each]
 
 
 def holds(store: ResponseStore, id: str, tenant: str = TENANT) -> bool:
     try:
-        store.get(tenant, id)
+        store.of(tenant).get(id)
     except ResponseNotFound:
         return False
     return True
@@ -69,28 +69,28 @@ def store() -> Any:
 
 def test_a_read_sees_the_writes_before_it(store: ResponseStore) -> None:
     for i in range(50):
-        store.put(TENANT, response(f"r{i}"))
-        assert json.loads(store.get(TENANT, f"r{i}").output) == [{"out": f"r{i}"}]
+        store.of(TENANT).put(response(f"r{i}"))
+        assert json.loads(store.of(TENANT).get(f"r{i}").output) == [{"out": f"r{i}"}]
 
 
 def test_the_history_is_every_input_and_output_in_order(store: ResponseStore) -> None:
     ids = chain(store, "r", 5)
     assert history(store, ids[2]) == [each for id in ids[:3] for each in (f"in {id} x", {"out": id})]
     fork = response("fork", ids[1])
-    store.put(TENANT, fork)
+    store.of(TENANT).put(fork)
     assert history(store, "fork")[-3:] == [{"out": ids[1]}, "in fork x", {"out": "fork"}]
     assert len(history(store, ids[4])) == 10
 
 
 def test_a_chain_that_was_cut_cannot_be_continued(store: ResponseStore) -> None:
     ids = chain(store, "r", 4)
-    store.delete(TENANT, ids[1])
+    store.of(TENANT).delete(ids[1])
     assert history(store, ids[0])
     for id in (ids[1], ids[2], ids[3], "unknown"):
         with pytest.raises(PreviousResponseNotFound):
             history(store, id)
     assert holds(store, ids[3])
-    store.put(TENANT, response("late", ids[1]))  # it was deleted while this one was made
+    store.of(TENANT).put(response("late", ids[1]))  # it was deleted while this one was made
     with pytest.raises(PreviousResponseNotFound):
         history(store, "late")
 
@@ -102,8 +102,8 @@ def test_other_tenants_see_nothing(store: ResponseStore) -> None:
         with pytest.raises(PreviousResponseNotFound):
             history(store, id, tenant)
         with pytest.raises(ResponseNotFound):
-            store.delete(tenant, id)
-        store.put(tenant, response(f"of{tenant}", id))  # names another tenant's
+            store.of(tenant).delete(id)
+        store.of(tenant).put(response(f"of{tenant}", id))  # names another tenant's
         with pytest.raises(PreviousResponseNotFound):
             history(store, f"of{tenant}", tenant)
     assert holds(store, id)
@@ -121,7 +121,7 @@ def test_the_least_recently_used_chain_is_evicted_whole(store: ResponseStore) ->
 
 def test_a_response_larger_than_the_store_is_not_kept(store: ResponseStore) -> None:
     [small] = chain(store, "small", 1, tenant="other")
-    store.put(TENANT, response("large", text=noise(4 * MIB)))
+    store.of(TENANT).put(response("large", text=noise(4 * MIB)))
     assert not holds(store, "large")
     assert holds(store, small, "other")
 
@@ -129,7 +129,7 @@ def test_a_response_larger_than_the_store_is_not_kept(store: ResponseStore) -> N
 def test_a_tenant_with_much_does_not_evict_another_with_little(store: ResponseStore) -> None:
     little = chain(store, "little", 2, tenant="other", text=noise(1000))
     for i in range(40):
-        store.put(TENANT, response(f"much{i}", text=noise(100_000)))
+        store.of(TENANT).put(response(f"much{i}", text=noise(100_000)))
     assert all(holds(store, id, "other") for id in little)
     kept = [i for i in range(40) if holds(store, f"much{i}")]
     assert kept == list(range(40 - len(kept), 40))
@@ -147,8 +147,8 @@ def test_a_read_takes_no_text_that_it_does_not_need(
 ) -> None:
     """A short request may refer to many responses: what it reads must be what is counted."""
     large = "x" * 100_000
-    store.put(TENANT, NewResponse("a", None, f'{{"instructions":"{large}"}}', "[1]", "[2]"))
-    store.put(TENANT, NewResponse("b", "a", "{}", f'["{large}"]', "[3]"))
+    store.of(TENANT).put(NewResponse("a", None, f'{{"instructions":"{large}"}}', "[1]", "[2]"))
+    store.of(TENANT).put(NewResponse("b", "a", "{}", f'["{large}"]', "[3]"))
     checked: list[int] = []
     checksum = store_module._checksum
 
@@ -156,10 +156,10 @@ def test_a_read_takes_no_text_that_it_does_not_need(
         checked.append(len(content))
         return checksum(number, content)
 
-    store.get(TENANT, "b")  # both are written
+    store.of(TENANT).get("b")  # both are written
     monkeypatch.setattr(store_module, "_checksum", counted)
     assert history(store, "a") == [1, 2]
-    assert store.output(TENANT, "b") == b"[3]"
+    assert store.of(TENANT).output("b") == b"[3]"
     assert sum(checked) < 1_000
     assert history(store, "b") == [1, 2, large, 3]
     assert sum(checked) < len(large) + 2_000
@@ -169,12 +169,13 @@ def test_a_long_history_is_refused_before_it_is_read(
     store: ResponseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = chain(store, "r", 6)
-    sizes = [store.history_bytes(TENANT, id, MIB) for id in ids]
+    sizes = [store.of(TENANT).history_bytes(id, MIB) for id in ids]
     assert sizes == [len(f'["in {ids[0]} x"][{{"out":"{ids[0]}"}}]') * count for count in range(1, 7)]
-    monkeypatch.setattr(store, "_read", lambda *_: pytest.fail("it was read"))
-    for ask in (store.history, store.history_bytes):
+    monkeypatch.setattr(store, "read", lambda *_: pytest.fail("it was read"))
+    own = store.of(TENANT)
+    for ask in (own.history, own.history_bytes):
         with pytest.raises(HistoryTooLong, match=f"more than {sizes[4] - 1:,} bytes"):
-            ask(TENANT, ids[4], sizes[4] - 1)
+            ask(ids[4], sizes[4] - 1)
     monkeypatch.undo()
     assert history(store, ids[4], most=sizes[4])
     monkeypatch.setattr(store_module, "MAX_DEPTH", 5)
@@ -188,25 +189,25 @@ def test_the_limit_counts_the_bytes_that_a_read_returns(store: ResponseStore) ->
     ids = [chain(store, f"r{i}-", 1, text=zeros)[0] for i in range(40)]
     kept = [id for id in ids if holds(store, id)]
     assert kept == ids[-len(kept) :]
-    assert sum(store.bytes_of(TENANT, id) for id in kept) <= MIB < (len(kept) + 1) * 102_000
-    assert store.stats.stored_bytes == sum(store.bytes_of(TENANT, id) for id in kept)
+    assert sum(store.of(TENANT).bytes_of(id) for id in kept) <= MIB < (len(kept) + 1) * 102_000
+    assert store.stats.stored_bytes == sum(store.of(TENANT).bytes_of(id) for id in kept)
     for id in kept:
-        stored = store.get(TENANT, id)
-        assert store.bytes_of(TENANT, id) >= len(stored.head) + len(stored.input) + len(stored.output)
-    assert store.output_bytes(TENANT, [kept[0], kept[0], "unknown"]) == 2 * len(stored.output)
-    assert store.output_bytes("other", kept) == 0
+        stored = store.of(TENANT).get(id)
+        assert store.of(TENANT).bytes_of(id) >= len(stored.head) + len(stored.input) + len(stored.output)
+    assert store.of(TENANT).output_bytes([kept[0], kept[0], "unknown"]) == 2 * len(stored.output)
+    assert store.of("other").output_bytes(kept) == 0
 
 
 def test_responses_that_wait_are_bounded(
     store: ResponseStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_WAITING_BYTES", 1000)
-    store.put(TENANT, response("small"))
-    store.put(TENANT, response("large", text="x" * 1000))
+    store.of(TENANT).put(response("small"))
+    store.of(TENANT).put(response("large", text="x" * 1000))
     assert holds(store, "small")
     assert not holds(store, "large")
     assert "already wait" in caplog.text
-    store.put(TENANT, response("later", text="x" * 800))  # the first is written: there is room again
+    store.of(TENANT).put(response("later", text="x" * 800))  # the first is written: there is room again
     assert holds(store, "later")
 
 
@@ -242,7 +243,7 @@ def test_a_file_serves_one_server_at_a_time(tmp_path: Path) -> None:
     first = ResponseStore.open(path, MIB)
     with pytest.raises(InvalidOption, match="no other server"):
         ResponseStore.open(path, MIB)
-    first.put(TENANT, response("r"))
+    first.of(TENANT).put(response("r"))
     assert holds(first, "r")
     first.close()
 
@@ -310,12 +311,12 @@ def test_a_file_that_cannot_be_written_any_more_loses_only_what_comes_later(
     assert "a response is not stored" in caplog.text
     assert len(history(store, ids[-1])) == 6
     with pytest.raises(ResponseStoreFailed, match="OperationalError"):
-        store.delete(TENANT, ids[0])
+        store.of(TENANT).delete(ids[0])
     store._db.execute("PRAGMA query_only=OFF")
     assert holds(store, ids[0])
     later = chain(store, "later", 2)
     assert len(history(store, later[-1])) == 4
-    store.delete(TENANT, ids[0])
+    store.of(TENANT).delete(ids[0])
     store.close()
 
 
@@ -331,13 +332,13 @@ def test_a_file_that_is_damaged_while_it_is_used_is_set_aside_at_once(
         store._db.execute("PRAGMA cache_size=10")
         path.write_bytes(os.urandom(path.stat().st_size))
         if ask == "put":
-            store.put(TENANT, response("first", text=noise(200_000)))
+            store.of(TENANT).put(response("first", text=noise(200_000)))
         elif ask == "history":
             with pytest.raises(PreviousResponseNotFound):
                 history(store, ids[0])
         else:
             with pytest.raises(ResponseNotFound):
-                getattr(store, ask)(TENANT, ids[0])
+                getattr(store.of(TENANT), ask)(ids[0])
         assert ask == "put" or "is damaged" in caplog.text
         assert not any(holds(store, id) for id in ids)
         assert "is damaged" in caplog.text
@@ -379,9 +380,9 @@ def known_file(path: Path) -> Known:
             for turn in range(3):
                 id = f"{tenant}-{conversation}-{turn}"
                 # Rows of one page, rows of many, and texts of equal length: rows that can be mistaken for others.
-                store.put(tenant, response(id, before, f"{tenant} " * (1 + 400 * (turn % 2))))
+                store.of(tenant).put(response(id, before, f"{tenant} " * (1 + 400 * (turn % 2))))
                 parents[id], owners[id], before = before, tenant, id
-    responses = {(tenant, id): store.get(tenant, id) for id, tenant in owners.items()}
+    responses = {(tenant, id): store.of(tenant).get(id) for id, tenant in owners.items()}
     store.close()
     return Known(path, path.read_bytes(), responses, parents)
 
@@ -400,7 +401,7 @@ def assert_sound(known: Known, content: bytes) -> bool:
         for (tenant, id), stored in known.responses.items():
             for asking in ("tenant", "other", ""):
                 try:
-                    got = store.get(asking, id)
+                    got = store.of(asking).get(id)
                 except ResponseNotFound:
                     continue
                 assert (asking, got) == (tenant, stored)
@@ -410,10 +411,10 @@ def assert_sound(known: Known, content: bytes) -> bool:
                 while at is not None:
                     one = known.responses[tenant, at]
                     text, at = [json.loads(one.input), json.loads(one.output), *text], known.parents[at]
-                assert json.loads(store.history(tenant, id, MIB)) == text
-        store.put("tenant", response("new"))
+                assert json.loads(store.of(tenant).history(id, MIB)) == text
+        store.of("tenant").put(response("new"))
         assert holds(store, "new", "tenant")
-        store.delete("tenant", "new")
+        store.of("tenant").delete("new")
     finally:
         store.close()
     assert found in (0, len(known.responses))  # a damaged file is set aside as a whole
@@ -512,15 +513,15 @@ def test_no_trace_of_a_deleted_response_stays_in_any_file(tmp_path: Path) -> Non
     living: list[int] = []
     for number in range(150):
         text = f"<{number:06}>" * (1 + rng.choice(sizes) // 8)
-        store.put(TENANT, response(f"r{number}", text=text))
+        store.of(TENANT).put(response(f"r{number}", text=text))
         living.append(number)
         while living and rng.random() < 0.55:
             gone = living.pop(rng.randrange(len(living)))
-            store.delete(TENANT, f"r{gone}")
+            store.of(TENANT).delete(f"r{gone}")
             assert traces(tmp_path, f"<{gone:06}>".encode()) == []
     for number in living:
         assert traces(tmp_path, f"<{number:06}>".encode())
-        store.delete(TENANT, f"r{number}")
+        store.of(TENANT).delete(f"r{number}")
     assert traces(tmp_path, b">") == traces(
         tmp_path, b">\x00"
     )  # a control of the search itself: no text is left
@@ -532,7 +533,7 @@ def test_no_trace_of_an_evicted_response_stays_in_any_file(tmp_path: Path) -> No
     path = tmp_path / "responses.sqlite"
     store = ResponseStore.open(path, MIB)
     for number in range(40):
-        store.put(TENANT, response(f"r{number}", text=f"<{number:06}>" * 8_000))
+        store.of(TENANT).put(response(f"r{number}", text=f"<{number:06}>" * 8_000))
     kept = {number for number in range(40) if holds(store, f"r{number}")}
     assert 5 < len(kept) < 40
     for number in range(40):
@@ -591,8 +592,8 @@ store = ResponseStore.open(Path(sys.argv[1]), 1 << 20)
 i = 0
 while True:
     parent = f"r{i - 1}" if i else None
-    store.put("tenant", NewResponse(f"r{i}", parent, "{}", f'["in {i}"]', "[]"))
-    store.get("tenant", f"r{i}")
+    store.of("tenant").put(NewResponse(f"r{i}", parent, "{}", f'["in {i}"]', "[]"))
+    store.of("tenant").get(f"r{i}")
     print(i, flush=True)
     i += 1
 """

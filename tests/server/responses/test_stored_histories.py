@@ -14,7 +14,7 @@ from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.formats.responses.items import kept_items, messages_of
 from rootstock.server.formats.responses.schema import ResponseRequest
 from rootstock.server.formats.responses.sealing import Sealer
-from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.formats.responses.store import ResponseStore, TenantResponses
 from rootstock.server.formats.responses.tools import Toolbox
 from rootstock.server.http.request_bodies import PreparationQueue
 from rootstock.text.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
@@ -68,7 +68,7 @@ def test_what_is_stored_follows_from_the_prompt(served: Served, store: ResponseS
     answer = served.client.post(PATH, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 413), answer.text
     if answer.status_code == 200:
-        usage, stored = answer.json()["usage"], store.get(OWNER, answer.json()["id"])
+        usage, stored = answer.json()["usage"], store.of(OWNER).get(answer.json()["id"])
         shown = usage["input_tokens"]  # of a byte each
         items = stored.input.count(b'"type":')
         assert len(stored.input) <= 2 * shown + 256 * items
@@ -99,7 +99,7 @@ def test_fields_and_items_that_no_prompt_shows_are_not_stored(served: Served, st
         {"type": "function_call_output", "call_id": "c", "output": "four", "x": [junk]},
     ]
     body = created(served, input=items)
-    stored = store.get(OWNER, body["id"])
+    stored = store.of(OWNER).get(body["id"])
     assert len(stored.input) < 1_000
     for text in ("one", "two", "three", "four", '"arguments"', '"completed"'):
         assert text.encode() in stored.input
@@ -310,7 +310,7 @@ def test_a_history_has_no_more_bytes_than_a_body(served: Served, store: Response
     before = None
     for turn in range(6):
         before = created(served, input=f"{turn} " + "word " * 9_000, previous_response_id=before)["id"]
-        if store.history_bytes(OWNER, before, MIB) > MOST:
+        if store.of(OWNER).history_bytes(before, MIB) > MOST:
             break
     else:
         pytest.fail("the history is not long enough")
@@ -329,13 +329,13 @@ def test_references_stand_for_no_more_bytes_than_a_body(
     named = {"type": "item_reference", "id": item["id"]}
     size = len(json.dumps(item))
     read: list[str] = []
-    output = ResponseStore.output
+    output = TenantResponses.output
 
-    def counted(self: ResponseStore, tenant: str, id: str) -> bytes:
+    def counted(self: TenantResponses, id: str) -> bytes:
         read.append(id)
-        return output(self, tenant, id)
+        return output(self, id)
 
-    monkeypatch.setattr(ResponseStore, "output", counted)
+    monkeypatch.setattr(TenantResponses, "output", counted)
     fits = MOST // size - 1
     for count, status in ((fits, 200), (fits + 2, 400), (3_500, 400)):
         answer = served.client.post(f"{PATH}/input_tokens", json={"input": [named] * count})
@@ -344,7 +344,7 @@ def test_references_stand_for_no_more_bytes_than_a_body(
         read.clear()
     assert_error(answer, 400, "invalid_parameter", f"at most {MOST:,} bytes (--max-body)", param="input")
     # The bytes of all outputs are counted before one is read.
-    monkeypatch.setattr(store, "output_bytes", lambda *_: MOST + 1)
+    monkeypatch.setattr(TenantResponses, "output_bytes", lambda *_: MOST + 1)
     answer = served.client.post(f"{PATH}/input_tokens", json={"input": [named]})
     assert_error(answer, 400, "invalid_parameter", f"{MOST:,} bytes", param="input")
     assert read == []

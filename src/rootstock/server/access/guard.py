@@ -49,6 +49,8 @@ from rootstock.server.access.wrong_keys import WrongKeys
 from rootstock.server.http.drain import Drain
 from rootstock.server.http.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
+from rootstock.server.wire.hints.headers import HINT_HEADERS, header_hints
+from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.owner import refuse_long
 from rootstock.units import MIB
 
@@ -235,7 +237,7 @@ def session_of(request: Request) -> LoginSession | None:
     return session if isinstance(session, LoginSession) else None
 
 
-async def tenant_of(
+async def sender_of(
     request: Request,
     _named: Annotated[
         str,
@@ -244,9 +246,12 @@ async def tenant_of(
             description="the tenant, set by a proxy that knows its users; the tenant of an API key overrides it",
         ),
     ] = "",
-) -> str:
-    """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
-    return _tenant_in_head(request)
+) -> Sender:
+    """Returns the sender of a request. It is a coroutine, because a plain function would run on another thread."""
+    tenant = _tenant_in_head(request)
+    if any(name in HINT_HEADERS for name, _ in request.scope["headers"]):
+        return Sender(tenant, header_hints(request.headers))
+    return Sender(tenant)
 
 
 def _tenant_in_head(request: Request) -> str:
@@ -261,7 +266,7 @@ def _tenant_in_head(request: Request) -> str:
     return tenant
 
 
-Tenant = Annotated[str, Depends(tenant_of)]
+SentBy = Annotated[Sender, Depends(sender_of)]
 
 
 def allowed_models(request: Request) -> frozenset[str] | None:

@@ -27,7 +27,6 @@ from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.observe.metrics import Metrics
 from rootstock.server.request_info import MAX_NAME_CHARS, RequestInfo, info_of
 from rootstock.server.wire.api_call import ApiCall, ChoiceHistory, Json
-from rootstock.server.wire.hints.headers import HINT_HEADERS, NO_HEAD, HeaderHints, header_hints
 from rootstock.server.wire.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 
 log = logging.getLogger(__name__)
@@ -52,12 +51,10 @@ class Answerer:
     async def answer(
         self,
         asked: str | None,
-        make_call: Callable[[ServedModel, HeaderHints], ApiCall],
+        make_call: Callable[[ServedModel], ApiCall],
         request: HttpRequest,
     ) -> Response:
         """Answers the call that `make_call` renders and tokenizes for the asked model, on another thread.
-
-        It also gets the hints of the request's head.
 
         Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
@@ -65,12 +62,8 @@ class Answerer:
         generation = Generation(self._bridge_of_this_loop(), meter)
         info.measured = generation.measured
 
-        head = NO_HEAD
-        if any(name in HINT_HEADERS for name, _ in request.scope["headers"]):
-            head = header_hints(request.headers)
-
         def begin(model: ServedModel) -> ApiCall:
-            call = make_call(model, head)
+            call = make_call(model)
             call.refuse_too_many_logprobs(model.context_limit)
             if meter is not None:
                 meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)

@@ -25,6 +25,7 @@ from rootstock.errors import InvalidParameter, RequestError, Unsupported, shown
 from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.http.errors import ErrorForm, error_body, wrong_body
 from rootstock.server.wire.fields import ClosedWire, Wire
+from rootstock.server.wire.sender import Sender
 from rootstock.text.conversation.types import Medium
 from rootstock.text.conversation.volatile_heads import DroppedHead
 from rootstock.text.limits import MAX_LABEL_CHARS
@@ -79,7 +80,7 @@ class PromptReader(Generic[BodyT]):
     route: str  # the path of the route that answers such a body
     schema: type[BodyT]
     other_fields: frozenset[str]  # of the answer: known, and ignored here
-    prepare: Callable[[ServedModel, BodyT, str], PreparedPrompt]  # with the tenant; not for an event loop
+    prepare: Callable[[ServedModel, BodyT, Sender], PreparedPrompt]  # not for an event loop
     rename: Callable[[RequestError, BodyT], None]  # gives an error the client's name of a field
 
 
@@ -139,9 +140,9 @@ class ApiPrompt:
         schema: PromptSchema = self.body
         return schema.model
 
-    def prepare(self, model: ServedModel, tenant: str) -> PreparedPrompt:
+    def prepare(self, model: ServedModel, sender: Sender) -> PreparedPrompt:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
-        return self.reader.prepare(model, self.body, tenant)
+        return self.reader.prepare(model, self.body, sender)
 
     @contextmanager
     def naming_fields(self) -> Iterator[None]:

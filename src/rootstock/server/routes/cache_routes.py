@@ -18,14 +18,13 @@ from rootstock.engine.clearing import Clearing
 from rootstock.engine.stats import Cleared
 from rootstock.errors import InvalidParameter, RootstockError
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.access.guard import Tenant, is_operator, may_read_prompts, may_use_model, refuse_unless
+from rootstock.server.access.guard import SentBy, is_operator, may_read_prompts, may_use_model, refuse_unless
 from rootstock.server.http.errors import documented_errors, error_body, error_response
 from rootstock.server.http.request_bodies import StateRoute
 from rootstock.server.models.model_slots import ModelSlot, ModelSlots
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.fields import ClosedWire, default_if_null
 from rootstock.text.prompts.explained import volatile_in_words
-from rootstock.text.prompts.owner import salt_of
 from rootstock.text.tokenizer import ModelTokenizer
 
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
@@ -62,10 +61,10 @@ def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
 
     @router.get("/volatile", responses=documented_errors(401, 403))
     def volatile(
-        request: Request, tenant: Tenant, cache_salt: str | None = None, model: str | None = None
+        request: Request, sender: SentBy, cache_salt: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
         """Lists the spans of prompts that differ between requests which agree before and after them."""
-        salt = salt_of(tenant, cache_salt)
+        salt = sender.owner(cache_salt).salt
         if not salt:
             refuse_unless(is_operator(request), config)
         spans = [
@@ -89,10 +88,10 @@ def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         }
 
     @router.post("/clear", responses=documented_errors(404, 409, 415, 429))
-    def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> Response:
+    def clear(request: Request, sender: SentBy, body: ClearRequest | None = None) -> Response:
         """Removes cached prefixes: of one salt, public heads, or all; of one model or all; of one tier or all."""
         asked = body or ClearRequest()
-        salt = salt_of(tenant, asked.cache_salt)
+        salt = sender.owner(asked.cache_salt).salt
         if not salt or asked.public:
             refuse_unless(is_operator(request), config)
         if asked.public and asked.cache_salt is not None:

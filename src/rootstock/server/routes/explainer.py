@@ -15,6 +15,7 @@ from rootstock.server.access.guard import caller_of, refuse_unless
 from rootstock.server.answers.prompt_bodies import ApiPrompt, PreparedPrompt
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.api_call import Json
+from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.explained import explained_in_words, text_before
 from rootstock.text.tokenizer import ModelTokenizer, token_text
 
@@ -26,11 +27,11 @@ class Explainer:
         self._models = models
         self._config = config
 
-    async def explain(self, prompt: ApiPrompt, request: Request, tenant: str) -> Json:
+    async def explain(self, prompt: ApiPrompt, request: Request, sender: Sender) -> Json:
         """Explains a prompt, on another thread. Raises AdminOnly, ModelNotFound, RequestError and ClientGone."""
         refuse_unless(caller_of(request).may_explain, self._config)
         return await self._models.run(
-            prompt.model, request, lambda model: self._told(model, prompt.prepare(model, tenant))
+            prompt.model, request, lambda model: self._told(model, prompt.prepare(model, sender))
         )
 
     def _told(self, model: ServedModel, prompt: PreparedPrompt) -> Json:

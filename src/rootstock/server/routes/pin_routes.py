@@ -12,12 +12,13 @@ from fastapi import APIRouter, Request
 from rootstock.cache.pins import PinId, Pinned
 from rootstock.config import ServerConfig
 from rootstock.errors import PinNotFound
-from rootstock.server.access.guard import Tenant, is_operator, refuse_unless
+from rootstock.server.access.guard import SentBy, is_operator, refuse_unless
 from rootstock.server.http.errors import documented_errors
 from rootstock.server.http.request_bodies import StateRoute
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.api_call import Json
 from rootstock.server.wire.fields import ClosedWire, Label
+from rootstock.server.wire.sender import Sender
 
 
 class ReleaseRequest(ClosedWire):
@@ -31,31 +32,31 @@ def pin_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
 
     # Plain functions run on other threads: they wait for the engine's.
     @router.post("/release", responses=documented_errors(404, 415))
-    def release(body: ReleaseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+    def release(body: ReleaseRequest, request: Request, sender: SentBy) -> dict[str, Any]:
         """Releases a pin. The prefix stays cached like any other."""
-        if not release_pin(models, body.id, owner_of_pins(request, tenant, config)):
+        if not release_pin(models, body.id, owner_of_pins(request, sender, config)):
             raise PinNotFound(body.id)
         return {"id": body.id, "released": True}
 
     @router.get("/pins", responses=documented_errors())
-    def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
+    def pins(request: Request, sender: SentBy) -> dict[str, Any]:
         """Lists the pins of the tenant. The operator sees the pins of all tenants."""
-        owner = owner_of_pins(request, tenant, config)
+        owner = owner_of_pins(request, sender, config)
         listed = models.ask_loaded(lambda model: model.engine.pins(owner))
         return {"pins": [pin_body(pinned) for _, of_model in listed for pinned in of_model]}
 
     return router
 
 
-def owner_of_pins(request: Request, tenant: str, config: ServerConfig) -> str | None:
+def owner_of_pins(request: Request, sender: Sender, config: ServerConfig) -> str | None:
     """Returns the tenant whose pins the sender may see and release; None: the operator, who may all of them.
 
     Raises AdminOnly.
     """
     if is_operator(request):
         return None
-    refuse_unless(bool(tenant), config)
-    return tenant
+    refuse_unless(bool(sender.tenant), config)
+    return sender.tenant
 
 
 def release_pin(models: ModelRegistry, id: str, owner: str | None) -> bool:

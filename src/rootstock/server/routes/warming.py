@@ -23,6 +23,7 @@ from rootstock.server.http.errors import ClientGone
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.routes.declared_prompts import DeclaredPrompt
 from rootstock.server.wire.api_call import Json
+from rootstock.server.wire.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Warmer:
         self._models = models
         self._prompts = prompts
 
-    async def warm(self, prompt: ApiPrompt, request: Request, tenant: str, *, wait: bool) -> Json:
+    async def warm(self, prompt: ApiPrompt, request: Request, sender: Sender, *, wait: bool) -> Json:
         """Queues a prompt, and waits until it is cached if asked.
 
         Raises the errors of `begin_warming`, RequestError and ClientGone.
@@ -106,8 +107,10 @@ class Warmer:
             loop.call_soon_threadsafe(done.set)
 
         def begin(model: ServedModel) -> Warming:
-            prepared = prompt.prepare(model, tenant)
-            return begin_warming(model, prepared, tenant or prepared.salt, tell, meter=meter_of(request))
+            prepared = prompt.prepare(model, sender)
+            return begin_warming(
+                model, prepared, sender.tenant or prepared.salt, tell, meter=meter_of(request)
+            )
 
         warming = await self._models.run(prompt.model, request, begin)
         while wait and not done.is_set():
@@ -122,7 +125,7 @@ class Warmer:
         """Renders and tokenizes a declared prompt. Raises RequestError."""
         prompt = self._prompts.read_declared(declared.route, declared.body)
         model = self._models.find(prompt.model)
-        return model, prompt.prepare(model, declared.tenant)
+        return model, prompt.prepare(model, Sender(declared.tenant))
 
     def start(self, declared: Iterable[DeclaredPrompt]) -> None:
         """Caches prompts of the operator on a thread of its own."""

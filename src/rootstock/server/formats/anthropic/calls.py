@@ -13,25 +13,23 @@ from rootstock.server.formats.anthropic.edits import edited
 from rootstock.server.formats.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.wire.api_call import ApiCall, Json, call_of, hints_of
 from rootstock.server.wire.cache_diagnostics import anthropic_diagnose
-from rootstock.server.wire.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.wire.sender import Sender
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
 from rootstock.text.prompts.owner import PromptOwner
 
 
-def messages_call(
-    model: ServedModel, body: MessagesRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> ApiCall:
+def messages_call(model: ServedModel, body: MessagesRequest, sender: Sender) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
-    owner = PromptOwner.of(tenant, body.cache_salt)
+    owner = sender.owner(body.cache_salt)
     thought = body.thought()
     conversation, chat, applied = _prepared(model, body, owner, _constraint(body), thought.budget_tokens)
     prompt_tokens = len(chat.prompt.tokens)
-    hints = hints_of(body, head, owner, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, sender.head, owner, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, asked.previous_message_id)
@@ -56,10 +54,10 @@ def messages_call(
     )
 
 
-def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
+def counted_tokens(model: ServedModel, body: PromptFields, sender: Sender) -> Json:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    _, chat, applied = _prepared(model, body, PromptOwner.of(tenant, body.cache_salt))
+    _, chat, applied = _prepared(model, body, sender.owner(body.cache_salt))
     prompt_tokens = len(chat.prompt.tokens)
     counted: Json = {"input_tokens": prompt_tokens}
     if applied is not None:
@@ -68,10 +66,10 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
     return counted
 
 
-def prepared_prompt(model: ServedModel, body: PromptFields, tenant: str) -> PreparedPrompt:
+def prepared_prompt(model: ServedModel, body: PromptFields, sender: Sender) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    _, chat, _ = _prepared(model, body, PromptOwner.of(tenant, body.cache_salt))
+    _, chat, _ = _prepared(model, body, sender.owner(body.cache_salt))
     return PreparedPrompt.of_chat(chat)
 
 

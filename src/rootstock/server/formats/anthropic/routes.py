@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rootstock.errors import RequestError
-from rootstock.server.access.guard import Tenant
+from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.answers.prompt_bodies import PromptReader, WireApi
 from rootstock.server.formats.anthropic.answers import CountedTokens, MessageBody
@@ -42,11 +42,11 @@ def anthropic_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
         "/v1/messages",
         responses={200: {"model": MessageBody, "content": {"text/event-stream": {}}}},
     )
-    async def messages(body: MessagesRequest, request: Request, tenant: Tenant) -> Response:
+    async def messages(body: MessagesRequest, request: Request, sender: SentBy) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
             response = await answerer.answer(
-                body.model, lambda model, head: messages_call(model, body, tenant, head), request
+                body.model, lambda model: messages_call(model, body, sender), request
             )
         except RequestError as error:
             _rename(error, body)
@@ -55,9 +55,9 @@ def anthropic_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
         return response
 
     @router.post("/v1/messages/count_tokens", responses={200: {"model": CountedTokens}})
-    async def count_tokens(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+    async def count_tokens(body: CountTokensRequest, request: Request, sender: SentBy) -> dict[str, Any]:
         """Counts the tokens of a conversation's prompt."""
-        return await models.run(body.model, request, lambda model: counted_tokens(model, body, tenant))
+        return await models.run(body.model, request, lambda model: counted_tokens(model, body, sender))
 
     reader = PromptReader("/v1/messages", CountTokensRequest, _FIELDS, prepared_prompt, _rename)
     return WireApi(router, {"messages": reader}, "/v1/messages", error_body)

@@ -13,19 +13,17 @@ from rootstock.pipeline.model import ServedModel
 from rootstock.server.formats.ollama.answers import AnswerTimes, OllamaFormat
 from rootstock.server.formats.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from rootstock.server.wire.api_call import ApiCall, Json, call_of, hints_of
-from rootstock.server.wire.hints.headers import HeaderHints
 from rootstock.server.wire.hints.sent import SentHints
+from rootstock.server.wire.sender import Sender
 from rootstock.text.conversation.types import IgnoredField
 from rootstock.text.output.deltas import TextOnly
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark, text_tokens
 
 
 def ollama_call(
     model: ServedModel,
     body: OllamaChatRequest | OllamaGenerateRequest,
-    tenant: str,
-    head: HeaderHints,
+    sender: Sender,
     began_ns: int,
 ) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
@@ -34,11 +32,11 @@ def ollama_call(
     options, asked, name = body.options, body.constraint(), body.model or model.name
     sampling = options.sampling(model.vocab_size, model.defaults, body.asked_logprobs)
     stop = options.stopping(options.max_tokens, model.vocab_size)
-    owner, id = PromptOwner.of(tenant, body.salt), f"ollama-{uuid.uuid4().hex}"
+    owner, id = sender.owner(body.salt), f"ollama-{uuid.uuid4().hex}"
 
     def hints_for(marks: Sequence[PlacedMark], warnings: tuple[IgnoredField, ...]) -> SentHints:
-        hints = hints_of(body, head, owner, marks, warnings)
-        return with_keep_alive(hints, body.keep_alive_s(), tenant)
+        hints = hints_of(body, sender.head, owner, marks, warnings)
+        return with_keep_alive(hints, body.keep_alive_s(), sender.tenant)
 
     if isinstance(body, OllamaGenerateRequest) and body.raw:
         hints, tokenizer = hints_for((), tuple(body.ignored())), model.tokenizer

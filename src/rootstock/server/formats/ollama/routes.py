@@ -11,7 +11,7 @@ from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.errors import Unsupported
 from rootstock.server.access.guard import (
-    Tenant,
+    SentBy,
     is_operator,
     may_use_model,
     refuse_model_of_others,
@@ -40,6 +40,7 @@ from rootstock.server.http.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.http.request_bodies import BoundedJsonRoute
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.api_call import Json
+from rootstock.server.wire.sender import Sender
 
 ROOT = "/api"
 # Of the API that these routes speak. Clients compare it with the versions that brought a feature.
@@ -65,12 +66,12 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
     streamed = posted | {200: {"content": {NDJSON: {}}}}
 
     async def answered(
-        body: OllamaChatRequest | OllamaGenerateRequest, request: Request, tenant: str
+        body: OllamaChatRequest | OllamaGenerateRequest, request: Request, sender: Sender
     ) -> Response:
         began_ns = time.monotonic_ns()
         response = await answerer.answer(
             served_name(models, body.model),
-            lambda model, head: ollama_call(model, body, tenant, head, began_ns),
+            lambda model: ollama_call(model, body, sender, began_ns),
             request,
         )
         if isinstance(response, EventStream):
@@ -93,17 +94,17 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         return told | {"done": True, "done_reason": reason}
 
     @router.post("/chat", response_model=None, responses=streamed)
-    async def chat(body: OllamaChatRequest, request: Request, tenant: Tenant) -> Response | Json:
+    async def chat(body: OllamaChatRequest, request: Request, sender: SentBy) -> Response | Json:
         """Answers a conversation, as lines of JSON or whole. Without messages, loads the model."""
-        return await (answered(body, request, tenant) if body.messages else loaded(body, request))
+        return await (answered(body, request, sender) if body.messages else loaded(body, request))
 
     @router.post("/generate", response_model=None, responses=streamed)
-    async def generate(body: OllamaGenerateRequest, request: Request, tenant: Tenant) -> Response | Json:
+    async def generate(body: OllamaGenerateRequest, request: Request, sender: SentBy) -> Response | Json:
         """Answers a prompt, as lines of JSON or whole. Without a prompt, loads the model."""
-        return await (loaded(body, request) if body.is_empty else answered(body, request, tenant))
+        return await (loaded(body, request) if body.is_empty else answered(body, request, sender))
 
     @router.post("/embed", response_class=Response, responses=posted)
-    async def embed(body: OllamaEmbedRequest, request: Request, _tenant: Tenant) -> Response:
+    async def embed(body: OllamaEmbedRequest, request: Request, _sender: SentBy) -> Response:
         """Computes the embeddings of texts."""
         began_ns = time.monotonic_ns()
         name = served_name(models, body.model)
@@ -121,7 +122,7 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         return await answer_embeddings(models, answerer, request, lambda: query, told)
 
     @router.post("/embeddings", response_class=Response, responses=posted)
-    async def embeddings(body: OllamaEmbeddingsRequest, request: Request, _tenant: Tenant) -> Response:
+    async def embeddings(body: OllamaEmbeddingsRequest, request: Request, _sender: SentBy) -> Response:
         """Computes the embedding of a text: the older route."""
         query = EmbeddingQuery(served_name(models, body.model), body.prompt)
         return await answer_embeddings(

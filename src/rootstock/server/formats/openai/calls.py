@@ -25,29 +25,26 @@ from rootstock.server.formats.openai.schema import (
 )
 from rootstock.server.wire.api_call import ApiCall, Diagnose, Json, call_of, hints_of
 from rootstock.server.wire.cache_diagnostics import openai_diagnose
-from rootstock.server.wire.hints.headers import NO_HEAD, HeaderHints
 from rootstock.server.wire.hints.sent import SentHints
+from rootstock.server.wire.sender import Sender
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
-def chat_call(
-    model: ServedModel, body: ChatCompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> ApiCall:
+def chat_call(model: ServedModel, body: ChatCompletionRequest, sender: Sender) -> ApiCall:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
-    owner = PromptOwner.of(tenant, body.cache_salt)
+    owner = sender.owner(body.cache_salt)
     stop = body.stopping(max_tokens, model.vocab_size)
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, owner, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = hints_of(body, head, owner, chat.prompt.marks, chat.ignored)
+    hints = hints_of(body, sender.head, owner, chat.prompt.marks, chat.ignored)
     diagnose = None
     if body.prompt_cache_options is not None:
         diagnose = openai_diagnose(model, chat, body.comparison_response_id)
@@ -69,15 +66,13 @@ def chat_call(
     )
 
 
-def completion_call(
-    model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
-) -> ApiCall:
+def completion_call(model: ServedModel, body: CompletionRequest, sender: Sender) -> ApiCall:
     """Makes the call of a completion. It tokenizes: do not call it on an event loop. Raises RequestError."""
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
     stop = body.stopping(max_tokens, model.vocab_size)
-    owner = PromptOwner.of(tenant, body.cache_salt)
+    owner = sender.owner(body.cache_salt)
     id, n = f"cmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     sent = _listed(body.prompt)
     asked = len(sent) * n
@@ -85,7 +80,7 @@ def completion_call(
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
     prompts = prompts_of(sent, model.tokenizer)
-    hints = hints_of(body, head, owner)
+    hints = hints_of(body, sender.head, owner)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,
@@ -107,11 +102,11 @@ def completion_call(
     )
 
 
-def prepared_prompt(model: ServedModel, body: PromptRequest, tenant: str) -> PreparedPrompt:
+def prepared_prompt(model: ServedModel, body: PromptRequest, sender: Sender) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
-    owner = PromptOwner.of(tenant, body.cache_salt)
+    owner = sender.owner(body.cache_salt)
     if body.messages is not None:
         chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), owner)
         return PreparedPrompt.of_chat(chat)

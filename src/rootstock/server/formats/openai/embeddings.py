@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from rootstock.errors import Unsupported
-from rootstock.server.access.guard import Tenant
+from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.embedding_answers import (
     AskedEmbeddings,
     EmbeddingQuery,
@@ -58,7 +58,7 @@ def embedding_routes(models: ModelRegistry, answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/embeddings", response_class=Response)
-    async def embeddings(body: EmbeddingRequest, request: Request, _tenant: Tenant) -> Response:
+    async def embeddings(body: EmbeddingRequest, request: Request, _sender: SentBy) -> Response:
         """Computes the embeddings of texts or token ids."""
         return await answer_embeddings(models, answerer, request, body.query, _answer)
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from rootstock.errors import RequestError
-from rootstock.server.access.guard import Tenant
+from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.answers.prompt_bodies import PromptReader, WireApi
 from rootstock.server.formats.openai.calls import chat_call, completion_call, prepared_prompt
@@ -62,21 +62,17 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     )
 
     @router.post(_CHAT)
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def chat(body: ChatCompletionRequest, request: Request, sender: SentBy) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(
-                body.model, lambda model, head: chat_call(model, body, tenant, head), request
-            )
+            return await answerer.answer(body.model, lambda model: chat_call(model, body, sender), request)
         except RequestError as error:
             _rename(error, body)
             raise
 
     @router.post(_COMPLETION)
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def completion(body: CompletionRequest, request: Request, sender: SentBy) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(
-            body.model, lambda model, head: completion_call(model, body, tenant, head), request
-        )
+        return await answerer.answer(body.model, lambda model: completion_call(model, body, sender), request)
 
     return router

@@ -13,7 +13,7 @@ from pydantic import Field
 from rootstock.cache.types import Tokens
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.access.guard import Tenant
+from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.formats.openai.schema import PromptRequest
 from rootstock.server.http.errors import MODEL_ROUTE, documented_errors
@@ -22,8 +22,8 @@ from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.api_call import Json
 from rootstock.server.wire.fields import Label, Wire
 from rootstock.server.wire.json_pieces import LazyList, items_text
+from rootstock.server.wire.sender import Sender
 from rootstock.text.limits import MAX_PROMPTS, refuse_more_than, refuse_surrogates
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 MAX_DETOKENIZED = 262_144  # tokens of one request
@@ -70,11 +70,11 @@ def tokenization_routes(models: ModelRegistry, answerer: Answerer) -> APIRouter:
 
     @router.post("/v1/tokenize", response_class=Response, responses={200: {"model": Tokenized}})
     @router.post("/tokenize", response_class=Response, responses={200: {"model": Tokenized}})
-    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request, sender: SentBy) -> Response:
         """Returns the tokens of a prompt, or of a chat as a request to answer it would have them."""
 
         def made(model: ServedModel) -> tuple[ServedModel, list[Tokens]]:
-            return model, prompts_of(model, body, tenant)
+            return model, prompts_of(model, body, sender)
 
         model, prompts = await models.run(body.model, request, made)
         is_list = isinstance(body.prompt, list)
@@ -98,14 +98,14 @@ def tokenization_routes(models: ModelRegistry, answerer: Answerer) -> APIRouter:
 
     @router.post("/v1/detokenize", responses={200: {"model": Detokenized}})
     @router.post("/detokenize", responses={200: {"model": Detokenized}})
-    async def detokenize(body: DetokenizeRequest, request: Request, _tenant: Tenant) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request, _sender: SentBy) -> dict[str, Any]:
         """Returns the text of tokens."""
         return await models.run(body.model, request, lambda model: detokenized(model, body))
 
     return router
 
 
-def prompts_of(model: ServedModel, body: TokenizeRequest, tenant: str) -> list[Tokens]:
+def prompts_of(model: ServedModel, body: TokenizeRequest, sender: Sender) -> list[Tokens]:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
@@ -113,7 +113,7 @@ def prompts_of(model: ServedModel, body: TokenizeRequest, tenant: str) -> list[T
         if body.add_special_tokens:
             raise Unsupported("add_special_tokens", "A chat template writes them itself.")
         conversation = body.conversation(body.messages, model.model_tokenizer)
-        return [model.prepared_chat(conversation, PromptOwner.of(tenant, body.cache_salt)).prompt.tokens]
+        return [model.prepared_chat(conversation, sender.owner(body.cache_salt)).prompt.tokens]
     given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     refuse_more_than(MAX_PROMPTS, given, "prompt")
     for i, text in enumerate(given):

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rootstock.engine.request import ResolvedSampling
@@ -31,16 +30,15 @@ from rootstock.server.formats.responses.items import Unseal, kept_items, kind_of
 from rootstock.server.formats.responses.output import OutputSettings
 from rootstock.server.formats.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.formats.responses.sealing import Sealer
-from rootstock.server.formats.responses.store import NewResponse, ResponseStore
+from rootstock.server.formats.responses.store import NewResponse, TenantResponses
 from rootstock.server.formats.responses.tools import Toolbox, echoed_tool, tool_choice_of
 from rootstock.server.http.request_bodies import check_shape, count_more_bytes
 from rootstock.server.wire.api_call import ApiCall, Json, call_of, hints_of
 from rootstock.server.wire.cache_diagnostics import openai_diagnose
 from rootstock.server.wire.fields import USUAL_VERBOSITY
-from rootstock.server.wire.hints.headers import NO_HEAD, HeaderHints
+from rootstock.server.wire.sender import Sender
 from rootstock.text.conversation.types import Conversation, Message, Text
 from rootstock.text.limits import MAX_MESSAGES, refuse_more_than
-from rootstock.text.prompts.owner import PromptOwner, salt_of
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
 MAX_RESPONSE_LOGPROBS = 131_072
@@ -50,24 +48,21 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([0-9a-f]{4,8})")
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Maker of calls, and owner of the stored responses that requests refer to."""
+    """Maker of one sender's calls, with the stored responses to which they refer."""
 
-    store: ResponseStore
+    sender: Sender
+    store: TenantResponses
     sealer: Sealer
     most_bytes: int  # of a history, and of the items that references stand for: as much as a body may have
 
-    def call(
-        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> ApiCall:
+    def call(self, model: ServedModel, body: ResponseRequest) -> ApiCall:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        prepared = self._prepared(model, body, tenant)
-        call = self._call(model, body, tenant, head, prepared)
+        prepared = self._prepared(model, body)
+        call = self._call(model, body, prepared)
         _refuse_many_logprobs(call, model.context_limit)
         return call
 
-    def compaction(
-        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
-    ) -> ApiCall:
+    def compaction(self, model: ServedModel, body: ResponseRequest) -> ApiCall:
         """Makes the call of a summary, whose answer is a compacted conversation, and which is not stored.
 
         Reads the store, renders and tokenizes: not for an event loop. Raises RequestError.
@@ -76,12 +71,10 @@ class Responses:
             raise MissingParameter("model")  # as in the API, where other routes have a default here
         if body.stream:
             raise Unsupported("stream", "A compacted conversation has no events. Leave it out.")
-        prepared = self._prepared(model, body, tenant, compacts=True)
-        return self._call(model, body.model_copy(update={"store": False}), tenant, head, prepared)
+        prepared = self._prepared(model, body, compacts=True)
+        return self._call(model, body.model_copy(update={"store": False}), prepared)
 
-    def _call(
-        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints, prepared: _Prepared
-    ) -> ApiCall:
+    def _call(self, model: ServedModel, body: ResponseRequest, prepared: _Prepared) -> ApiCall:
         hex = uuid.uuid4().hex
         top_logprobs = None if prepared.compacts else body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
@@ -96,19 +89,18 @@ class Responses:
             f"resp_{hex}",
             prepared.tools,
             body.parallel_tool_calls is not False,
-            partial(self.sealer.seal, tenant=tenant) if seals else None,
+            self.sealer.seal if seals else None,
         )
         keep = None
         if body.store is not False:
-            unseal = partial(self.sealer.open, tenant=tenant)
-            own = json_text(kept_items(prepared.own, unseal), "input")
+            own = json_text(kept_items(prepared.own, self.sealer.open), "input")
 
             def keep(head: str, output: str) -> None:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
-                self.store.put(_owner(tenant), new)
+                self.store.put(new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = hints_of(body, head, chat.owner, chat.prompt.marks, chat.ignored)
+        hints = hints_of(body, self.sender.head, chat.owner, chat.prompt.marks, chat.ignored)
         diagnose = None
         if body.prompt_cache_options is not None:
             diagnose = openai_diagnose(model, chat, body.comparison_response_id)
@@ -136,27 +128,25 @@ class Responses:
             ignored_tools=tuple(prepared.tools.ignored),
         )
 
-    def chat(self, model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedChat:
+    def chat(self, model: ServedModel, body: ResponseRequest) -> PreparedChat:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        return self._prepared(model, body, tenant).chat
+        return self._prepared(model, body).chat
 
-    def _prepared(
-        self, model: ServedModel, body: ResponseRequest, tenant: str, *, compacts: bool = False
-    ) -> _Prepared:
+    def _prepared(self, model: ServedModel, body: ResponseRequest, *, compacts: bool = False) -> _Prepared:
         """Prepares a request's prompt. `compacts`: it asks for a compacted conversation."""
         body.refuse_unsupported()
-        own = self._own_items(body, tenant)
+        own = self._own_items(body)
         wants_item = bool(own) and kind_of(own[-1], f"input[{len(own) - 1}]") == TRIGGER
         if wants_item and not compacts:
             own = own[:-1]
         history = []
         if body.previous_response_id is not None:
-            history = self._history(_owner(tenant), body.previous_response_id)
+            history = self._history(body.previous_response_id)
         if not (own or history or body.instructions):
             raise MissingParameter("input")
         tools = Toolbox()
         tools.add(body.tools or [], "tools")
-        messages = messages_of(history, own, tools, self._unseal(model, tenant))
+        messages = messages_of(history, own, tools, self._unseal(model))
         if body.instructions:
             messages.insert(0, Message("system", (Text(body.instructions),), origin="instructions"))
         summarizes = compacts or wants_item
@@ -168,7 +158,7 @@ class Responses:
         options, ignored = body.template_options(model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options, ignored)
         constraint = None if summarizes else body.constraint()
-        owner = PromptOwner.of(tenant, body.cache_salt)
+        owner = self.sender.owner(body.cache_salt)
         chat = model.prepared_chat(conversation, owner, constraint, body.reasoning_budget())
         effort = None if body.reasoning is None else body.reasoning.effort
         if any(one.field == "reasoning.effort" for one in ignored):
@@ -181,7 +171,7 @@ class Responses:
             kept = json.loads(json_text(stay, "input"))
         return _Prepared(own, tools, effort, chat, summarizes, kept)
 
-    def _unseal(self, model: ServedModel, tenant: str) -> Unseal:
+    def _unseal(self, model: ServedModel) -> Unseal:
         """Returns a function that opens the seals of one request. Raises PromptTextTooLong.
 
         A seal is compressed: a small body with one of them many times would hold gigabytes.
@@ -190,7 +180,7 @@ class Responses:
 
         def unseal(sealed: str) -> str | None:
             nonlocal chars
-            text = self.sealer.open(sealed, tenant)
+            text = self.sealer.open(sealed)
             chars += len(text or "")
             model.tokenizer.refuse_more_chars(chars)
             count_more_bytes(len(text or ""))
@@ -198,7 +188,7 @@ class Responses:
 
         return unseal
 
-    def _own_items(self, body: ResponseRequest, tenant: str) -> list[Any]:
+    def _own_items(self, body: ResponseRequest) -> list[Any]:
         """Returns the request's own items, with stored items in the place of references."""
         match body.input:
             case None:
@@ -209,19 +199,19 @@ class Responses:
                 ]
             case list(items):
                 refuse_more_than(MAX_MESSAGES, items, "input")
-                return self._resolved(items, _owner(tenant))
+                return self._resolved(items)
             case other:
                 raise InvalidParameter("input", other, "a string or a list of items")
 
-    def _resolved(self, items: Sequence[Any], owner: str) -> list[Any]:
+    def _resolved(self, items: Sequence[Any]) -> list[Any]:
         """Returns items with the stored ones in the place of references, which are bounded: references are short."""
         responses = {_response_of(item) for item in items} - {None}
-        self._count(self.store.output_bytes(owner, [id for id in responses if id is not None]))
+        self._count(self.store.output_bytes([id for id in responses if id is not None]))
 
         @functools.cache  # many items of one response
         def outputs(id: str) -> list[tuple[Json, int]]:
             try:
-                text = self.store.output(owner, id)
+                text = self.store.output(id)
             except ResponseNotFound:
                 return []
             return [(item, len(json.dumps(item))) for item in parsed(text)]
@@ -244,13 +234,13 @@ class Responses:
             allowed = f"such that references stand for at most {self.most_bytes:,} bytes (--max-body)"
             raise InvalidParameter("input", count, allowed)
 
-    def _history(self, owner: str, id: str) -> list[Any]:
+    def _history(self, id: str) -> list[Any]:
         """Returns the items of a response and of all before it.
 
         Raises PreviousResponseNotFound, HistoryTooLong and ResponseStoreFailed.
         """
-        count_more_bytes(self.store.history_bytes(owner, id, self.most_bytes))
-        text = self.store.history(owner, id, self.most_bytes)
+        count_more_bytes(self.store.history_bytes(id, self.most_bytes))
+        text = self.store.history(id, self.most_bytes)
         try:
             check_shape(text)
         except JsonTooComplex as error:
@@ -331,11 +321,6 @@ def _referred(
 
 def parsed(text: bytes) -> Any:
     return json.loads(text.decode(errors="surrogatepass"))
-
-
-def _owner(tenant: str) -> str:
-    """Returns the name under which the store keeps a tenant's responses."""
-    return salt_of(tenant, None)
 
 
 def _refuse_many_logprobs(call: ApiCall, context_limit: int) -> None:

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from rootstock.config import ServerConfig
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.access.guard import Tenant
+from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.answers.prompt_bodies import PreparedPrompt, PromptReader, WireApi
 from rootstock.server.formats.responses.answers import (
@@ -29,7 +29,7 @@ from rootstock.server.http.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.http.request_bodies import BoundedJsonRoute, count_more_bytes
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.wire.json_pieces import dumps
-from rootstock.text.prompts.owner import salt_of
+from rootstock.server.wire.sender import Sender
 
 # The engine's names of fields.
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}
@@ -51,82 +51,84 @@ _POSTED = documented_errors(*MODEL_ROUTE)
 def responses_api(
     models: ModelRegistry, answerer: Answerer, config: ServerConfig, store: ResponseStore
 ) -> WireApi:
-    responses = Responses(store, Sealer(store.sealing_key), config.max_body_bytes)
+    def of(sender: Sender) -> Responses:
+        sealer = Sealer(store.sealing_key, sender.tenant)
+        return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
 
-    def prepared(model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedPrompt:
-        return PreparedPrompt.of_chat(responses.chat(model, body, tenant))
+    def prepared(model: ServedModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
+        return PreparedPrompt.of_chat(of(sender).chat(model, body))
 
     reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
-    return WireApi(_response_routes(responses, answerer, models), {"responses": reader})
+    return WireApi(_response_routes(of, answerer, models), {"responses": reader})
 
 
-def _response_routes(responses: Responses, answerer: Answerer, models: ModelRegistry) -> APIRouter:
+def _response_routes(
+    of: Callable[[Sender], Responses], answerer: Answerer, models: ModelRegistry
+) -> APIRouter:
+    """Returns the routes. `of` returns the responses of a sender."""
     router = APIRouter(
         prefix="/v1/responses",
         tags=["Responses"],
         route_class=BoundedJsonRoute,
         responses=documented_errors(404, 429),
     )
-    store = responses.store
 
     @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
-    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+    async def create(body: ResponseRequest, request: Request, sender: SentBy) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
-            return await answerer.answer(
-                body.model, lambda model, head: responses.call(model, body, tenant, head), request
-            )
+            return await answerer.answer(body.model, lambda model: of(sender).call(model, body), request)
         except RequestError as error:
             _rename(error, body)
             raise
 
     @router.post("/compact", responses=_POSTED | {200: {"model": CompactionBody}})
-    async def compact(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+    async def compact(body: ResponseRequest, request: Request, sender: SentBy) -> Response:
         """Compacts a conversation: the user's messages, and an item that stands for the rest."""
         try:
             return await answerer.answer(
-                body.model, lambda model, head: responses.compaction(model, body, tenant, head), request
+                body.model, lambda model: of(sender).compaction(model, body), request
             )
         except RequestError as error:
             _rename(error, body)
             raise
 
     @router.post("/input_tokens", responses=_POSTED | {200: {"model": CountedInput}})
-    async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+    async def count(body: ResponseRequest, request: Request, sender: SentBy) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
-            chat = await models.run(body.model, request, lambda model: responses.chat(model, body, tenant))
+            chat = await models.run(body.model, request, lambda model: of(sender).chat(model, body))
         except RequestError as error:
             _rename(error, body)
             raise
         return {"object": "response.input_tokens", "input_tokens": len(chat.prompt.tokens)}
 
     async def read(
-        request: Request, tenant: str, id: str, answer: Callable[[StoredResponse], bytes]
+        request: Request, sender: Sender, id: str, answer: Callable[[StoredResponse], bytes]
     ) -> Response:
         """Answers with a stored response, when it is the request's turn: it may be as long as a body."""
-        owner = salt_of(tenant, None)
+        own = of(sender).store
 
         def found() -> bytes:
-            count_more_bytes(store.bytes_of(owner, id))
-            return answer(store.get(owner, id))
+            count_more_bytes(own.bytes_of(id))
+            return answer(own.get(id))
 
         return Response(await models.queue.run(request, found), media_type="application/json")
 
     @router.get("/{id}", responses={200: {"model": ResponseBody}})
-    async def retrieve(id: str, request: Request, tenant: Tenant, stream: bool = False) -> Response:
+    async def retrieve(id: str, request: Request, sender: SentBy, stream: bool = False) -> Response:
         """Returns a stored response."""
         if stream:
             raise Unsupported("stream", "A stored response has no events. Leave it out.")
         return await read(
-            request, tenant, id, lambda stored: b'%s,"output":%s}' % (stored.head[:-1], stored.output)
+            request, sender, id, lambda stored: b'%s,"output":%s}' % (stored.head[:-1], stored.output)
         )
 
     @router.get("/{id}/input_items", responses={200: {"model": InputItems}})
     async def list_input(
         id: str,
         request: Request,
-        tenant: Tenant,
+        sender: SentBy,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
@@ -152,19 +154,19 @@ def _response_routes(responses: Responses, answerer: Answerer, models: ModelRegi
             }
             return dumps(body).encode(errors="replace")
 
-        return await read(request, tenant, id, listed)
+        return await read(request, sender, id, listed)
 
     # Plain functions run on other threads: they wait for the store's.
     @router.delete("/{id}", responses={200: {"model": DeletedResponse}})
-    def delete(id: str, tenant: Tenant) -> dict[str, Any]:
+    def delete(id: str, sender: SentBy) -> dict[str, Any]:
         """Removes a stored response."""
-        store.delete(salt_of(tenant, None), id)
+        of(sender).store.delete(id)
         return {"id": id, "object": "response", "deleted": True}
 
     @router.post("/{id}/cancel", status_code=400, response_model=None, responses=_POSTED)
-    def cancel(id: str, tenant: Tenant) -> NoReturn:
+    def cancel(id: str, sender: SentBy) -> NoReturn:
         """Refuses to cancel: a stored response is complete."""
-        store.bytes_of(salt_of(tenant, None), id)
+        of(sender).store.bytes_of(id)
         raise Unsupported(
             "background", "A stored response is complete. Close the connection of a response to cancel it."
         )

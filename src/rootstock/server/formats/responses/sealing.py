@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import secrets
 import zlib
 
 _PREFIX = "rs1."  # names the format, so that a later one can replace it
@@ -17,16 +16,16 @@ _TAG_BYTES = 32
 
 
 class Sealer:
-    """Sealer of reasoning with a key of the server's."""
+    """Sealer of one tenant's reasoning, with a key of the server's."""
 
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key = key or secrets.token_bytes(32)
+    def __init__(self, key: bytes, tenant: str) -> None:
+        self._key = hmac.digest(key, tenant.encode(errors="surrogatepass"), "sha256")
 
-    def seal(self, text: str, tenant: str) -> str:
+    def seal(self, text: str) -> str:
         payload = zlib.compress(text.encode(errors="surrogatepass"))
-        return _PREFIX + base64.b64encode(self._tag(payload, tenant) + payload).decode()
+        return _PREFIX + base64.b64encode(self._tag(payload) + payload).decode()
 
-    def open(self, sealed: str, tenant: str) -> str | None:
+    def open(self, sealed: str) -> str | None:
         """Returns the text, or None for a seal of another key, of another tenant or of another server."""
         if not sealed.startswith(_PREFIX):
             return None
@@ -35,11 +34,10 @@ class Sealer:
         except (binascii.Error, UnicodeEncodeError):
             return None
         tag, payload = raw[:_TAG_BYTES], raw[_TAG_BYTES:]
-        if not hmac.compare_digest(tag, self._tag(payload, tenant)):
+        if not hmac.compare_digest(tag, self._tag(payload)):
             return None
         # The server made it, and bounded it then.
         return zlib.decompress(payload).decode(errors="surrogatepass")
 
-    def _tag(self, payload: bytes, tenant: str) -> bytes:
-        of_tenant = hmac.digest(self._key, tenant.encode(errors="surrogatepass"), "sha256")
-        return hmac.digest(of_tenant, payload, "sha256")
+    def _tag(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, "sha256")

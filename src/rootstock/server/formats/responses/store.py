@@ -205,9 +205,15 @@ class ResponseStore:
             len(self._entries), self._stored_bytes, self._limit_bytes, self._waiting_bytes, dict(self._events)
         )
 
-    def put(self, tenant: str, response: NewResponse) -> None:
-        """Stores a response later, on the store's thread. A response that finds too many waiting is not stored."""
-        count = len(response.head) + len(response.input) + len(response.output)
+    def of(self, tenant: str) -> TenantResponses:
+        """Returns the responses of a tenant. For any thread, without waiting for the store's."""
+        return TenantResponses(self, tenant)
+
+    def put_later(self, write: Callable[[], int], count: int) -> None:
+        """Calls `write`, which stores `count` bytes and returns the responses that it removed, on the store's thread.
+
+        A response that finds too many bytes waiting is not stored.
+        """
         with self._lock:
             taken = self._waiting_bytes + count <= MAX_WAITING_BYTES
             self._waiting_bytes += count if taken else 0
@@ -215,53 +221,11 @@ class ResponseStore:
         if not taken:
             log.warning("a response is not stored: %d bytes already wait to be written", self._waiting_bytes)
             return
-        self._begin(lambda: self._put(tenant, response, count))
+        self._begin(lambda: self._put(write, count))
 
-    # The methods below wait for the store's thread: they are not for an event loop. All raise ResponseStoreFailed.
-
-    def bytes_of(self, tenant: str, id: str) -> int:
-        """Returns the bytes of a response. Raises ResponseNotFound."""
-        return self._on_worker(lambda: self._entry(tenant, id).stored_bytes)
-
-    def output_bytes(self, tenant: str, ids: Collection[str]) -> int:
-        """Returns the bytes of the output of those responses that are there."""
-
-        def count() -> int:
-            found = map(self._entries.get, ids)
-            return sum(entry.output_bytes for entry in found if entry is not None and entry.tenant == tenant)
-
-        return self._on_worker(count)
-
-    def history_bytes(self, tenant: str, id: str, most: int) -> int:
-        """Returns the bytes of the items of a response and of all before it.
-
-        Raises PreviousResponseNotFound, and HistoryTooLong for more than `most`.
-        """
-        return self._on_worker(lambda: self._end_of_history(tenant, id, most).history_bytes)
-
-    def get(self, tenant: str, id: str) -> StoredResponse:
-        """Returns a response. Raises ResponseNotFound."""
-
-        def read() -> StoredResponse:
-            output, input, head = self._read(id, self._entry(tenant, id), "output", "input", "head")
-            return StoredResponse(head, input, output)
-
-        return self._on_worker(read)
-
-    def output(self, tenant: str, id: str) -> bytes:
-        """Returns the output of a response. Raises ResponseNotFound."""
-        return self._on_worker(lambda: self._read(id, self._entry(tenant, id), "output")[0])
-
-    def delete(self, tenant: str, id: str) -> None:
-        """Deletes a response, and all traces of it in the file. Raises ResponseNotFound."""
-        self._on_worker(lambda: self._delete(tenant, id))
-
-    def history(self, tenant: str, id: str, most: int) -> bytes:
-        """Returns the items of a response and of all before it in their order, as a JSON list of lists.
-
-        Raises PreviousResponseNotFound, and HistoryTooLong for more bytes than `most`.
-        """
-        return self._on_worker(lambda: self._history(tenant, id, most))
+    def wait_for(self, work: Callable[[], T]) -> T:
+        """Does work on the store's thread. Raises the errors of `work` and ResponseStoreFailed."""
+        return self._begin(lambda: self._again_if_damaged(work)).result()
 
     # ---- on the store's thread
 
@@ -278,9 +242,6 @@ class ResponseStore:
                 self._waiting -= 1
             if self._has_old_frames and not self._waiting:
                 self._wipe_log()
-
-    def _on_worker(self, work: Callable[[], T]) -> T:
-        return self._begin(lambda: self._again_if_damaged(work)).result()
 
     def _again_if_damaged(self, work: Callable[[], T]) -> T:
         """Does work. If the database turns out to be damaged, does it again with an empty one.
@@ -312,9 +273,9 @@ class ResponseStore:
         self._db = _connect(":memory:" if self._path is None else str(self._path))
         self._write_key(self.sealing_key)
 
-    def _put(self, tenant: str, response: NewResponse, count: int) -> None:
+    def _put(self, write: Callable[[], int], count: int) -> None:
         try:
-            evicted = self._again_if_damaged(lambda: self._store(tenant, response))
+            evicted = self._again_if_damaged(write)
         except ResponseStoreFailed:
             log.warning("a response is not stored")
             with self._lock:
@@ -326,7 +287,9 @@ class ResponseStore:
             with self._lock:
                 self._waiting_bytes -= count
 
-    def _store(self, tenant: str, response: NewResponse) -> int:
+    # ---- on the store's thread, for TenantResponses
+
+    def write(self, tenant: str, response: NewResponse) -> int:
         """Writes a response, and removes others that have to make room. Returns their number."""
         if response.id in self._entries:
             raise ValueError("another response has this id")
@@ -370,26 +333,10 @@ class ResponseStore:
             record.bytes_of["output"],
         )
 
-    def _entry(self, tenant: str, id: str) -> _Entry:
-        """Raises ResponseNotFound."""
-        entry = self._entries.get(id)
-        if entry is None or entry.tenant != tenant:
-            raise ResponseNotFound(id)
-        return entry
+    def entry(self, id: str) -> _Entry | None:
+        return self._entries.get(id)
 
-    def _end_of_history(self, tenant: str, id: str, most: int) -> _Entry:
-        """Raises PreviousResponseNotFound and HistoryTooLong."""
-        entry = self._entries.get(id)
-        # Without a depth, a response before it had been deleted when it was stored.
-        if entry is None or entry.tenant != tenant or entry.depth is None:
-            raise PreviousResponseNotFound(id)
-        if entry.depth >= MAX_DEPTH:
-            raise HistoryTooLong(id, f"more than {MAX_DEPTH:,} responses")
-        if entry.history_bytes > most:
-            raise HistoryTooLong(id, f"more than {most:,} bytes (--max-body)")
-        return entry
-
-    def _read(self, id: str, entry: _Entry, *names: str) -> list[bytes]:
+    def read(self, id: str, entry: _Entry, *names: str) -> list[bytes]:
         """Returns texts of a response, in the order of `_TEXTS`, without reading the others."""
         with self._db.blobopen("responses", "content", entry.number, readonly=True) as row:
             record, texts = _unpacked(entry.number, row, names)
@@ -397,25 +344,11 @@ class ResponseStore:
             raise _Damage(f"response {entry.number} is another one")
         return texts
 
-    def _history(self, tenant: str, id: str, most: int) -> bytes:
-        newest = self._end_of_history(tenant, id, most)
-        path: list[tuple[str, _Entry]] = []
-        at: str | None = id
-        while at is not None:
-            entry = self._entries.get(at)
-            if entry is None or entry.tenant != tenant:  # it was deleted
-                raise PreviousResponseNotFound(id)
-            path.append((at, entry))
-            at = entry.parent
-        lists: list[bytes] = []
-        for each in reversed(path):
-            output, input = self._read(*each, "output", "input")
-            lists += (input, output)
-        self._tenants[tenant].chains.move_to_end(newest.chain)
-        return b"[%s]" % b",".join(lists)
+    def used(self, entry: _Entry) -> None:
+        """Notes that a chain was continued: it is evicted later."""
+        self._tenants[entry.tenant].chains.move_to_end(entry.chain)
 
-    def _delete(self, tenant: str, id: str) -> None:
-        entry = self._entry(tenant, id)
+    def remove(self, id: str, entry: _Entry) -> None:
         with self._db:
             self._delete_rows({id: entry})
         self._remove(id)
@@ -504,6 +437,105 @@ class ResponseStore:
         with self._db:
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?)", (_KEY, key, _checksum(0, key)))
         return key
+
+
+class TenantResponses:
+    """The stored responses of one tenant. No method reads or removes the responses of another one.
+
+    All methods but `put` wait for the store's thread: they are not for an event loop. All raise ResponseStoreFailed.
+    """
+
+    def __init__(self, store: ResponseStore, tenant: str) -> None:
+        self._store = store
+        self._tenant = tenant
+
+    def put(self, response: NewResponse) -> None:
+        """Stores a response later, on the store's thread. A response that finds too many waiting is not stored."""
+        count = len(response.head) + len(response.input) + len(response.output)
+        self._store.put_later(lambda: self._store.write(self._tenant, response), count)
+
+    def bytes_of(self, id: str) -> int:
+        """Returns the bytes of a response. Raises ResponseNotFound."""
+        return self._store.wait_for(lambda: self._entry(id).stored_bytes)
+
+    def output_bytes(self, ids: Collection[str]) -> int:
+        """Returns the bytes of the output of those responses that are there."""
+        return self._store.wait_for(
+            lambda: sum(entry.output_bytes for entry in map(self._own, ids) if entry is not None)
+        )
+
+    def history_bytes(self, id: str, most: int) -> int:
+        """Returns the bytes of the items of a response and of all before it.
+
+        Raises PreviousResponseNotFound, and HistoryTooLong for more than `most`.
+        """
+        return self._store.wait_for(lambda: self._end_of_history(id, most).history_bytes)
+
+    def get(self, id: str) -> StoredResponse:
+        """Returns a response. Raises ResponseNotFound."""
+
+        def read() -> StoredResponse:
+            output, input, head = self._store.read(id, self._entry(id), "output", "input", "head")
+            return StoredResponse(head, input, output)
+
+        return self._store.wait_for(read)
+
+    def output(self, id: str) -> bytes:
+        """Returns the output of a response. Raises ResponseNotFound."""
+        return self._store.wait_for(lambda: self._store.read(id, self._entry(id), "output")[0])
+
+    def delete(self, id: str) -> None:
+        """Deletes a response, and all traces of it in the file. Raises ResponseNotFound."""
+        self._store.wait_for(lambda: self._store.remove(id, self._entry(id)))
+
+    def history(self, id: str, most: int) -> bytes:
+        """Returns the items of a response and of all before it in their order, as a JSON list of lists.
+
+        Raises PreviousResponseNotFound, and HistoryTooLong for more bytes than `most`.
+        """
+        return self._store.wait_for(lambda: self._history(id, most))
+
+    # ---- on the store's thread
+
+    def _own(self, id: str) -> _Entry | None:
+        entry = self._store.entry(id)
+        return entry if entry is not None and entry.tenant == self._tenant else None
+
+    def _entry(self, id: str) -> _Entry:
+        """Raises ResponseNotFound."""
+        entry = self._own(id)
+        if entry is None:
+            raise ResponseNotFound(id)
+        return entry
+
+    def _end_of_history(self, id: str, most: int) -> _Entry:
+        """Raises PreviousResponseNotFound and HistoryTooLong."""
+        entry = self._own(id)
+        # Without a depth, a response before it had been deleted when it was stored.
+        if entry is None or entry.depth is None:
+            raise PreviousResponseNotFound(id)
+        if entry.depth >= MAX_DEPTH:
+            raise HistoryTooLong(id, f"more than {MAX_DEPTH:,} responses")
+        if entry.history_bytes > most:
+            raise HistoryTooLong(id, f"more than {most:,} bytes (--max-body)")
+        return entry
+
+    def _history(self, id: str, most: int) -> bytes:
+        newest = self._end_of_history(id, most)
+        path: list[tuple[str, _Entry]] = []
+        at: str | None = id
+        while at is not None:
+            entry = self._own(at)
+            if entry is None:  # it was deleted
+                raise PreviousResponseNotFound(id)
+            path.append((at, entry))
+            at = entry.parent
+        lists: list[bytes] = []
+        for each in reversed(path):
+            output, input = self._store.read(*each, "output", "input")
+            lists += (input, output)
+        self._store.used(newest)
+        return b"[%s]" % b",".join(lists)
 
 
 def _connect(path: str) -> sqlite3.Connection:

@@ -39,7 +39,7 @@ from rootstock.pipeline.model import ServedModel
 from rootstock.server.access.guard import (
     OPEN_FILES,
     Keys,
-    Tenant,
+    SentBy,
     caller_of,
     is_identified,
     is_operator,
@@ -55,6 +55,7 @@ from rootstock.server.routes.dashboard.trees import Trees
 from rootstock.server.routes.dashboard.views import Names, Texts, View, models_json, node_json
 from rootstock.server.routes.pin_routes import owner_of_pins, pin_body, release_pin
 from rootstock.server.wire.api_call import Json
+from rootstock.server.wire.sender import Sender
 
 _NODE_GONE = "This node is gone: it was evicted or cleared."
 _REQUEST_GONE = "This request has ended already."
@@ -223,10 +224,10 @@ def _page_routes(pages: dict[str, PageFile]) -> APIRouter:
 def _session_routes(dashboard: Dashboard, sessions: LoginSessions) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
-    def described(request: Request, tenant: str, csrf: str | None) -> Json:
+    def described(request: Request, sender: Sender, csrf: str | None) -> Json:
         if not is_identified(request):
             return {"version": __version__, "login": True}
-        view = View.of(request, tenant, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         return {
             "version": __version__,
             "login": False,
@@ -234,26 +235,26 @@ def _session_routes(dashboard: Dashboard, sessions: LoginSessions) -> APIRouter:
             "server": dashboard.server_json(view),
             "page": dashboard.page_token,
             "sees": "all" if view.is_all else "tenant" if view.salts else "nothing",
-            "tenant": tenant,
+            "tenant": sender.tenant,
             "show_prompts": dashboard.config.show_prompts,
         }
 
     @router.get("/session")
-    async def session(request: Request, tenant: Tenant) -> Response:
+    async def session(request: Request, sender: SentBy) -> Response:
         """Tells a page whether it must log in, and the token for its changes."""
         found = session_of(request)
-        told = described(request, tenant, None if found is None else found.csrf)
+        told = described(request, sender, None if found is None else found.csrf)
         return JSONResponse(told, headers=_DATA_HEADERS)
 
     @router.post("/login")
-    async def login(request: Request, tenant: Tenant) -> Response:
+    async def login(request: Request, sender: SentBy) -> Response:
         """Opens a session for the key in the headers, which the guard has accepted."""
         headers = dict(reversed(request.scope["headers"]))
         sent = headers.get(b"x-api-key", b"").strip()
         if not sent:
             raise InvalidParameter("x-api-key", "", "the key that the session stands for")
         opened = sessions.open(sent)
-        response = JSONResponse(described(request, tenant, opened.csrf), headers=_DATA_HEADERS)
+        response = JSONResponse(described(request, sender, opened.csrf), headers=_DATA_HEADERS)
         response.set_cookie(
             cookie_name(headers),
             opened.token,
@@ -282,9 +283,9 @@ def _data_routes(dashboard: Dashboard, sessions: LoginSessions, keys: Keys) -> A
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.get("/events")
-    async def events(request: Request, tenant: Tenant, model: str | None = None, page: str = "") -> Response:
+    async def events(request: Request, sender: SentBy, model: str | None = None, page: str = "") -> Response:
         """Sends the live feed of a model as server-sent events."""
-        view = View.of(request, tenant, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         watched = dashboard.watched(model, view)
         if watched is None:
             return FeedResponse(_not_loaded(dashboard.server_json(view)))
@@ -300,10 +301,10 @@ def _data_routes(dashboard: Dashboard, sessions: LoginSessions, keys: Keys) -> A
 
     @router.get("/tree")
     async def tree(
-        request: Request, tenant: Tenant, model: str | None = None, seen: int | None = None
+        request: Request, sender: SentBy, model: str | None = None, seen: int | None = None
     ) -> Response:
         """Sends the latest picture of the prefix tree. No content: it is the one that was seen, or there is none."""
-        view = View.of(request, tenant, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         watched = dashboard.watched(model, view)
         if watched is None:
             return Response(status_code=204, headers=_DATA_HEADERS)
@@ -319,9 +320,9 @@ def _data_routes(dashboard: Dashboard, sessions: LoginSessions, keys: Keys) -> A
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     @router.get("/tree/{number}")
-    async def node(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+    async def node(number: int, request: Request, sender: SentBy, model: str | None = None) -> Response:
         """Describes a node of the tree, with its tokens."""
-        view = View.of(request, tenant, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         watched = dashboard.watched(model, view)
         found = None if watched is None else await watched.trees.detail(number)
         if watched is None or found is None or not view.shows(found.namespace.salt):
@@ -336,9 +337,9 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
     router = APIRouter(prefix="/dashboard", include_in_schema=False)
 
     @router.post("/requests/{id}/stop")
-    async def stop(id: str, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+    async def stop(id: str, request: Request, sender: SentBy, model: str | None = None) -> Response:
         """Aborts a request that the sender sees."""
-        view = View.of(request, tenant, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         watched = dashboard.watched(model, view)
         if watched is None:
             return _gone(_REQUEST_GONE)
@@ -349,16 +350,16 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
         return JSONResponse({"stopped": id}, headers=_DATA_HEADERS)
 
     @router.post("/tree/{number}/pin")
-    async def pin(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+    async def pin(number: int, request: Request, sender: SentBy, model: str | None = None) -> Response:
         """Pins all tokens up to the end of a node, for the tenant of its prefix, or tells why not."""
-        owner_of_pins(request, tenant, dashboard.config)
-        view = View.of(request, tenant, dashboard.config)
+        owner_of_pins(request, sender, dashboard.config)
+        view = View.of(request, sender, dashboard.config)
         watched = dashboard.watched(model, view)
         found = None if watched is None else await watched.trees.prefix(number)
         if watched is None or found is None or not view.shows(found[0].salt):
             return _gone(_NODE_GONE)
         namespace, tokens = found
-        owner = dashboard.names.tenant(namespace.salt) if view.is_all else tenant
+        owner = dashboard.names.tenant(namespace.salt) if view.is_all else sender.tenant
         name = watched.name_of(namespace)
         if owner is None:
             return _refused(
@@ -373,9 +374,9 @@ def _change_routes(dashboard: Dashboard) -> APIRouter:
         return JSONResponse({"pinned": pin_body(pinned)}, headers=_DATA_HEADERS)
 
     @router.post("/pins/{id}/release")
-    async def release(id: str, request: Request, tenant: Tenant) -> Response:
+    async def release(id: str, request: Request, sender: SentBy) -> Response:
         """Releases a pin. The prefix stays cached like any other."""
-        owner = owner_of_pins(request, tenant, dashboard.config)
+        owner = owner_of_pins(request, sender, dashboard.config)
         if not await asyncio.to_thread(release_pin, dashboard.models, id, owner):
             return _gone(_PIN_GONE)
         return JSONResponse({"released": id}, headers=_DATA_HEADERS)

@@ -21,6 +21,7 @@ from rootstock.server.access.rules import AccessRules
 from rootstock.server.models.model_slots import ModelSlot, UnloadedSlot
 from rootstock.server.models.registry import ModelRegistry, adapters_of
 from rootstock.server.wire.api_call import Json
+from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.explained import volatile_in_words
 from rootstock.text.prompts.owner import salt_of
 from rootstock.text.tokenizer import ModelTokenizer, token_text
@@ -58,7 +59,7 @@ class View:
         return [slot for slot in models.slots.all if slot.name in usable]
 
     @staticmethod
-    def of(request: Request, tenant: str, config: ServerConfig) -> View:
+    def of(request: Request, sender: Sender, config: ServerConfig) -> View:
         """Returns the view of a sender: all for the operator, else the tenant's own.
 
         A client that is bound to no tenant and is not the operator shares its prefixes with others like it: it sees
@@ -66,7 +67,7 @@ class View:
         """
         if is_operator(request):
             return View(None, reads_prompts=True, models=allowed_models(request))
-        salts = frozenset({salt_of(tenant, None)} if tenant else ())
+        salts = frozenset({sender.salt} if sender.tenant else ())
         return View(salts, may_read_prompts(request, config), allowed_models(request))
 
 
