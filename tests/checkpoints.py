@@ -7,6 +7,9 @@ hardly any mistake in it would show. `save_plain` draws weights as transformers 
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from twins.architectures import ARCHITECTURES, COMMON, REFUSED, VOCAB
 
-__all__ = ["SERVED", "VOCAB", "save", "save_plain", "tiny_model"]
+__all__ = ["SERVED", "VOCAB", "save", "save_plain", "saved", "tiny_model"]
 
 # Full attention over plain K and V: the simplest, which tests of other things take as their example.
 SERVED = (
@@ -61,6 +64,15 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedMo
 def save(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> Path:
     tiny_model(model_type, seed, **overrides).save_pretrained(directory)
     return directory
+
+
+_OF_THIS_PROCESS = tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+
+
+@functools.cache
+def saved(model_type: str) -> Path:
+    """Saves a model once for the process, for tests that do not change its files."""
+    return save(Path(_OF_THIS_PROCESS.name) / model_type, model_type)
 
 
 def save_plain(

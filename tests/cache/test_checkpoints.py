@@ -508,9 +508,7 @@ def test_discarding_a_lease_drops_its_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("families", [(FULL,), (FULL, WINDOW, STATE)])
-def test_discarding_a_detached_lease_removes_its_tokens(
-    families: tuple[Family, ...],
-) -> None:
+def test_discarding_a_detached_lease_removes_its_tokens(families: tuple[Family, ...]) -> None:
     cache = make_hybrid(*families)
     run(cache, ints(range(20)))
     lease, _ = admit(cache, ints(range(20), range(100, 120)))
@@ -607,9 +605,7 @@ def test_a_prompts_last_checkpoint_is_dropped_when_the_next_turn_resumes_from_th
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])
-def test_an_awaited_checkpoint_evicts_entries_of_higher_rank(
-    is_awaited: bool,
-) -> None:
+def test_an_awaited_checkpoint_evicts_entries_of_higher_rank(is_awaited: bool) -> None:
     cache = make_hybrid(FULL, RecurrentState(1, 40), blocks=3, block_size=4)
     run(cache, ints(range(40)), boundaries={40: "system"})  # worth a lot
     (valuable,) = checkpoints(cache).values()

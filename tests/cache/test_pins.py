@@ -140,8 +140,6 @@ def test_all_pins_together_are_bounded_and_the_reason_tells_nothing_of_others() 
 
 @pytest.mark.behaviour(27)
 def test_the_number_of_pins_is_bounded() -> None:
-    cache = make(Clock(), 2000)
-    run(cache, prompt(1, MAX_PINS + 10))
     cache = make(Clock(), 2 * MAX_PINS * MAX_PINS, pinned_share=1.0)
     tokens = ints(range(MAX_PINS + 2))
     run(cache, tokens)

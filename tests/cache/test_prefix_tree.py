@@ -7,19 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cache.helpers import (
-    NAMESPACE,
-    admit,
-    decode,
-    hit,
-    ints,
-    make_cache,
-    nodes,
-    prefill,
-    refused,
-    run,
-    state,
-)
+from cache.helpers import NAMESPACE, admit, decode, hit, ints, make_cache, nodes, prefill, refused, run, state
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from cache.helpers import NAMESPACE, ints
-from rootstock.cache.families import (
-    ChunkedAttention,
-    Family,
-    FullAttention,
-    RecurrentState,
-    SlidingWindow,
-)
+from rootstock.cache.families import ChunkedAttention, Family, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cache.keys import Identity, Namespace, RecordKind, Scope, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import Tokens

@@ -183,32 +183,6 @@ def test_ties_are_broken_the_same_way_in_every_run() -> None:
     assert shape() == shape()
 
 
-@pytest.mark.behaviour(48)
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
-@pytest.mark.parametrize("max_batch", [1, 3, 8])
-def test_output_does_not_depend_on_chunk_size_or_batch_mates(chunk_tokens: int, max_batch: int) -> None:
-    rng = np.random.default_rng(8)
-    bench = Bench(blocks=60, block_size=4, chunk_tokens=chunk_tokens, max_batch=max_batch)
-    clients = [bench.ask(rng.integers(0, 97, int(rng.integers(1, 60))), 9) for _ in range(8)]
-    bench.run()
-    bench.expect(*clients)
-
-
-@pytest.mark.behaviour(48)
-def test_output_does_not_depend_on_arrival_order_or_cache_contents() -> None:
-    rng = np.random.default_rng(9)
-    base = rng.integers(0, 97, 50).tolist()
-    prompts = [[*base[: int(rng.integers(1, 50))], *rng.integers(0, 97, 5).tolist()] for _ in range(10)]
-    answers = []
-    for order in (range(10), reversed(range(10)), [*range(10), *range(10)]):
-        bench = Bench(blocks=40, block_size=4)
-        clients = [(i, bench.ask(prompts[i], 6)) for i in order]
-        bench.run()
-        assert all(c.tokens == bench.alone(prompts[i], 6) for i, c in clients)
-        answers.append({i: tuple(c.tokens) for i, c in clients})
-    assert answers[0] == answers[1] == answers[2]
-
-
 def test_a_prompt_can_be_cached_or_scored_without_generating() -> None:
     bench = Bench()
     client = bench.answer(prompt(20), stop=StopParams(max_tokens=0), prompt_logprobs=0)

@@ -240,9 +240,7 @@ def test_a_cancelled_request_keeps_no_memory_and_no_place(engine: EmbeddingEngin
     assert all(len(job.done.result(0).rows) == 1 for job in waiting)
 
 
-def test_requests_that_are_cancelled_while_a_forward_is_put_together(
-    embedder: FakeEmbedder,
-) -> None:
+def test_requests_that_are_cancelled_while_a_forward_is_put_together(embedder: FakeEmbedder) -> None:
     jobs: list[EmbeddingJob] = []
 
     def clock() -> float:  # it is read when a step begins

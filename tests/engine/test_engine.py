@@ -15,22 +15,8 @@ from engine.helpers import Bench, Client, numbers
 from rootstock.cache.plan import Plan
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import (
-    Aborted,
-    Finished,
-    PromptScored,
-    RequestId,
-    StopParams,
-    TokenEvent,
-)
-from rootstock.errors import (
-    EmptyPrompt,
-    EngineFault,
-    EngineStopped,
-    InvalidParameter,
-    PoolsLost,
-    StepFailed,
-)
+from rootstock.engine.request import Aborted, Finished, PromptScored, RequestId, StopParams, TokenEvent
+from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, PoolsLost, StepFailed
 from rootstock.runtime.base import Batch, ExecutionMode
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S, join, wait_for, wait_until

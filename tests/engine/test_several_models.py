@@ -51,11 +51,7 @@ class Model:
         self.runtime = FakeRuntime(vocab_size, families=families, fault=record)
         ticks = itertools.count()
         self.cache = KVCache(
-            families,
-            budget.budget_bytes,
-            SIZE,
-            clock=lambda: next(ticks) * 1e-3,
-            share=budget.join(),
+            families, budget.budget_bytes, SIZE, clock=lambda: next(ticks) * 1e-3, share=budget.join()
         )
         self.runtime.allocate(self.cache.rows, SIZE)
         self.engine = Engine(self.runtime, self.cache, EngineConfig(**config))  # type: ignore[arg-type]

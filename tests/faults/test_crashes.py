@@ -114,9 +114,7 @@ def test_a_crash_at_any_boundary_of_a_store_loses_no_acknowledged_record(
 
 
 @pytest.mark.behaviour(41)
-def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_no_kept_record(
-    tmp_path: Path,
-) -> None:
+def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_no_kept_record(tmp_path: Path) -> None:
     crashes = Crashes(tmp_path / "tier", tmp_path / "image")
     boundary, crashes.files.boundary = crashes.files.boundary, lambda name: None
     clock = Clock()

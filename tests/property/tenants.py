@@ -152,11 +152,7 @@ _HINTS = st.none() | st.sampled_from(
     ]
 )
 _CHAT = _body(
-    messages=_MESSAGES,
-    logprobs=st.booleans(),
-    prompt_cache_options=_CACHE_OPTIONS,
-    nvext=_HINTS,
-    **_SAMPLING,
+    messages=_MESSAGES, logprobs=st.booleans(), prompt_cache_options=_CACHE_OPTIONS, nvext=_HINTS, **_SAMPLING
 )
 _COMPLETION = _body(
     prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), nvext=_HINTS, **_SAMPLING
@@ -211,12 +207,7 @@ def _stored(method: str, route: str) -> st.SearchStrategy[Ask]:
     """Draws requests for a stored response, which the other tenant may own."""
     body = {} if method == "POST" else None
     return st.builds(
-        Ask,
-        st.just(method),
-        st.just(route),
-        body=st.just(body),
-        spoof=st.booleans(),
-        refers=_REFERRED,
+        Ask, st.just(method), st.just(route), body=st.just(body), spoof=st.booleans(), refers=_REFERRED
     )
 
 

@@ -49,11 +49,7 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
     compared = {"prompt_cache_options": {"comparison_response_id": "unknown"}}
     asks = [
         Ask("POST", "/v1/completions", body={"prompt": prompt, **said}),
-        Ask(
-            "POST",
-            "/v1/chat/completions",
-            body={"messages": messages, **said, **compared},
-        ),
+        Ask("POST", "/v1/chat/completions", body={"messages": messages, **said, **compared}),
         Ask("POST", "/v1/messages", body={"messages": messages, **said, "diagnostics": {}}),
         Ask("POST", "/v1/messages/count_tokens", body={"messages": messages}),
         Ask(

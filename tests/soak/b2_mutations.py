@@ -264,10 +264,7 @@ MUTATIONS = (
         "an indexer's keys are not stored", "deepseek_v32", ((SequenceCache, "update_indexer"),), not_stored
     ),
     Mutation(
-        "an indexer's choice is ignored",
-        "deepseek_v32",
-        ((hooks, "_attend_alone"),),
-        without("indices"),
+        "an indexer's choice is ignored", "deepseek_v32", ((hooks, "_attend_alone"),), without("indices")
     ),
     Mutation("a bias is dropped", "inkling_text", ((hooks, "_attend_alone"),), without("position_bias")),
     Mutation("a bias is taken for a mask", "doge", ((hooks, "_attend_alone"),), yes_or_no),

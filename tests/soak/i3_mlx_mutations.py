@@ -207,12 +207,7 @@ MUTATIONS = (
         function(FamilyRows, "write_run"),
         edited("self.pasts[0], self.ends[0]", "0, self.ends[0] - self.pasts[0]"),
     ),
-    Mutation(
-        "padding is written to the first block",
-        LLAMA,
-        WRITE_SLOTS,
-        edited("self._padding_slot", "0"),
-    ),
+    Mutation("padding is written to the first block", LLAMA, WRITE_SLOTS, edited("self._padding_slot", "0")),
     Mutation(
         "a sequence reads the blocks of the one before",
         GEMMA,

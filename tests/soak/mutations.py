@@ -109,11 +109,7 @@ def show_mutations(show: str, subject: Subject, mutations: Sequence[Mutation], l
             "broken_controls": broken,
             "seconds": round(time.monotonic() - began, 1),
         },
-        {
-            "mutations": at_least(least),
-            "caught": exactly(len(mutations)),
-            "broken_controls": exactly({}),
-        },
+        {"mutations": at_least(least), "caught": exactly(len(mutations)), "broken_controls": exactly({})},
     )
 
 

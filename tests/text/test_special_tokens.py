@@ -256,11 +256,7 @@ def test_an_escaped_text_has_no_control_token_beside_any_other_text(
     control = control_ids(tokenizer)
     first, last = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("<|end|>")
     beside = "".join(map(names.escape, (before, text, after)))
-    for escaped, expected in (
-        (names.escape(text), []),
-        (beside, []),
-        (f"<s>{beside}<|end|>", [first, last]),
-    ):
+    for escaped, expected in ((names.escape(text), []), (beside, []), (f"<s>{beside}<|end|>", [first, last])):
         try:
             ids = literal.encode(escaped).tolist()
         except SpecialTokenInText:  # the vocabulary also has the name as an ordinary piece

@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 
 from rootstock.cache.keys import Namespace, RecordKind, identify
-from rootstock.tiers.base import (
-    Loaded,
-    Miss,
-    MissKind,
-    NotStored,
-    Off,
-    Ready,
-    Record,
-    Refusal,
-    Stored,
-    Tier,
-)
+from rootstock.tiers.base import Loaded, Miss, MissKind, NotStored, Off, Ready, Record, Refusal, Stored, Tier
 from rootstock.tiers.chain import TierChain
 from rootstock.tiers.host import HostTier
 from rootstock.tiers.writer import TierWriter

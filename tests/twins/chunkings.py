@@ -17,12 +17,7 @@ from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import (
-    Event,
-    Finished,
-    ResolvedSampling,
-    TokenEvent,
-)
+from rootstock.engine.request import Event, Finished, ResolvedSampling, TokenEvent
 from rootstock.runtime.base import Runtime
 from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, random_tokens, small_cache
 from twins.ways import Ran, pieces

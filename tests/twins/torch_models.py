@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import os
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from checkpoints import saved
 from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
@@ -39,6 +41,24 @@ def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntim
         with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
             return load_model(config)
     return load_model(config)
+
+
+def loaded(model_type: str, dtype: str = "float32", **options: Any) -> TorchRuntime:
+    """Returns a runtime without pools of a model that is loaded once for the process.
+
+    Tests may change neither the model nor its files.
+    """
+    torch.set_num_threads(1)
+    kernels = tuple(os.environ.get(f"ROOTSTOCK_TEST_{of}") for of in ("ATTENTION", "FUSION"))
+    once = _loaded_once(model_type, dtype, kernels, tuple(options.items()))
+    return TorchRuntime(once._model, once._served)
+
+
+@functools.cache
+def _loaded_once(
+    model_type: str, dtype: str, kernels: tuple[str | None, ...], options: tuple[tuple[str, Any], ...]
+) -> TorchRuntime:
+    return load(saved(model_type), dtype, **dict(options))
 
 
 class Dense:

@@ -317,11 +317,7 @@ def test_the_engines_thread_does_idle_work_by_itself() -> None:
         for i in range(5):
             bench.engine.prefill_in_idle_time(
                 IdlePrefill(
-                    IdleKind.WARM,
-                    np.array(numbers(i, 50), np.int32),
-                    "",
-                    None,
-                    ended=bench.ends.append,
+                    IdleKind.WARM, np.array(numbers(i, 50), np.int32), "", None, ended=bench.ends.append
                 )
             )
         client = bench.ask(numbers(60, 30), 8)
@@ -343,13 +339,7 @@ def test_a_prefetch_loads_what_a_tier_holds_and_computes_nothing(tmp_path: Path,
         bench.restart()
         ends: list[IdleEnd] = []
         bench.engine.prefill_in_idle_time(
-            IdlePrefill(
-                IdleKind.PREFETCH,
-                np.array(PROMPT, np.int32),
-                "",
-                None,
-                ended=ends.append,
-            )
+            IdlePrefill(IdleKind.PREFETCH, np.array(PROMPT, np.int32), "", None, ended=ends.append)
         )
         while not ends:
             while bench.engine.parts.idle_work.has_work:

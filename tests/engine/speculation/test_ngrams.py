@@ -43,10 +43,7 @@ def test_a_text_that_repeats_itself_is_guessed_to_go_on_repeating() -> None:
     assert history.repeating(place, 5).tolist() == [2, 1, 2, 1, 2]
 
 
-@given(
-    st.lists(st.integers(0, 3), max_size=120),
-    st.lists(st.integers(1, 30), max_size=30),
-)
+@given(st.lists(st.integers(0, 3), max_size=120), st.lists(st.integers(1, 30), max_size=30))
 def test_the_last_occurrence_is_found_for_any_pieces(values: list[int], pieces: list[int]) -> None:
     history, at = TokenHistory(), 0
     for piece in [*pieces, len(values)]:

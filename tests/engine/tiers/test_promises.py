@@ -675,9 +675,7 @@ def test_a_request_waits_for_the_rows_of_a_load_that_was_given_up(stored: Tiered
 
 @pytest.mark.behaviour(44)
 @options(block_size=8)
-def test_a_load_below_a_prefix_in_memory_is_cached_though_its_request_was_aborted(
-    stored: Tiered,
-) -> None:
+def test_a_load_below_a_prefix_in_memory_is_cached_though_its_request_was_aborted(stored: Tiered) -> None:
     stored.answer([*PROMPT[:32], 71])
     loading = stored.begin_load([*PROMPT[:40], 70])  # one block, which is under way
     stored.engine.abort(loading.request.id)

@@ -11,9 +11,7 @@ from rootstock.kernels.cpu.amx_tiles import are_there
 from rootstock.kernels.cpu.compiler import compiles_for, forget_older_code, nb
 
 
-def test_matrix_units_hidden_by_the_environment_are_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_matrix_units_hidden_by_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code compiled for missing units would end the process."""
     for told in ("", "+avx512bw", "+amx-tile,-amx-bf16,+avx512bw"):
         monkeypatch.setattr(nb.config, "CPU_FEATURES", told)

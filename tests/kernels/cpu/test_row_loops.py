@@ -63,10 +63,7 @@ def test_a_residual_is_added_as_by_torch_and_the_rounded_sum_is_normalised(
 @pytest.mark.parametrize("scale", [0.01, 1.0, 40.0])  # where the gate is open, bent and shut
 @pytest.mark.parametrize(
     ("ours", "activation"),
-    [
-        (RowLoops.silu_and_mul, F.silu),
-        (RowLoops.gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
-    ],
+    [(RowLoops.silu_and_mul, F.silu), (RowLoops.gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh"))],
     ids=["silu", "gelu"],
 )
 def test_a_gate_is_its_activation_times_up(
@@ -103,15 +100,7 @@ def test_queries_and_keys_are_normalised_and_rotated_and_values_left_alone(
     cos, sin = (random(count, rotary_dim, dtype=dtype), random(count, rotary_dim, dtype=dtype).flip(0))
     weights = [random(dim, dtype=torch.float32) + shift if normed else None for shift in (0, 1)]
     query, key = torch.empty(count, q_heads, dim, dtype=dtype), torch.empty(count, kv_heads, dim, dtype=dtype)
-    RowLoops(dtype).rotate(
-        rows,
-        weights[0],
-        weights[1],
-        EPS,
-        (cos, sin) if rotary_dim else None,
-        query,
-        key,
-    )
+    RowLoops(dtype).rotate(rows, weights[0], weights[1], EPS, (cos, sin) if rotary_dim else None, query, key)
     heads = before[:, :q_heads], before[:, q_heads : q_heads + kv_heads]
     for ours, given, weight in zip((query, key), heads, weights, strict=True):
         assert_near(ours, rotated(given.double() if weight is None else norm(given, weight), cos, sin))

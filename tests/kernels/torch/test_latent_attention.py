@@ -92,12 +92,7 @@ def test_compiled_attention_over_latents(batch_and_up: tuple[RaggedBatch, Tensor
     batch, up = batch_and_up
     beside = sliced_latents(batch.block_size, 1, None)
     kernel = NumbaAttention(
-        batch.block_size,
-        beside,
-        latents=True,
-        few_rows=few_rows,
-        serial_bytes=0,
-        least_item=4 * few_rows,
+        batch.block_size, beside, latents=True, few_rows=few_rows, serial_bytes=0, least_item=4 * few_rows
     )
     assert_equals_expanded(kernel, batch, up, 1e-5)
 

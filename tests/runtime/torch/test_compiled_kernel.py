@@ -6,14 +6,13 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoints import save
+from checkpoints import saved
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.kernels.api import StepAttention
@@ -23,7 +22,7 @@ from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.torch import attention_backends, runner
 from rootstock.runtime.torch.attention_backends import compiled_for
 from runtime.torch.helpers import assert_agrees, pool_of
-from twins.torch_models import load
+from twins.torch_models import load, loaded
 
 CUDA = torch.device("cuda")
 
@@ -63,9 +62,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def test_a_compiled_kernel_is_used_only_if_it_agrees(
-    tmp_path: Path, kernel: type[Right], caplog: pytest.LogCaptureFixture
+    kernel: type[Right], caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = save(tmp_path, "gemma3_text")  # full attention and windows
+    directory = saved("gemma3_text")  # full attention and windows
     with caplog.at_level(logging.WARNING):
         runtime = load(directory)
     described, before = runtime.description, kernel.used
@@ -86,7 +85,7 @@ def test_a_compiled_kernel_is_used_only_if_it_agrees(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_decodes_that_miss_a_position_are_not_used(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lay_out = attention._lay_out
 
@@ -94,8 +93,8 @@ def test_compiled_decodes_that_miss_a_position_are_not_used(
         cut = [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans]
         return lay_out(cut, family, block_size)
 
-    directory = save(tmp_path, "llama")
-    assert load(directory, dtype)._served.compiled == "numba"
+    directory = saved("llama")
+    assert loaded("llama", dtype)._served.compiled == "numba"
     monkeypatch.setattr(attention, "_lay_out", less)
     with caplog.at_level(logging.WARNING):
         runtime = load(directory, dtype)
@@ -105,11 +104,11 @@ def test_compiled_decodes_that_miss_a_position_are_not_used(
 
 
 def test_a_model_that_cannot_be_packed_logs_no_kernel_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     with caplog.at_level(logging.WARNING):
-        described = load(save(tmp_path, "bloom")).description
+        described = load(saved("bloom")).description
     assert described.execution_mode == "one sequence per forward"
     assert described.mode_reason.count("does not call attention") == 1
     assert not caplog.records
@@ -141,13 +140,11 @@ def test_which_cuda_devices_get_a_compiled_kernel(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "llama4_text"])
-def test_models_are_served_by_triton(
-    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_served_by_triton(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full attention; windows and softcaps; sinks; chunks. Without a device, by Triton's interpreter."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
-    directory = save(tmp_path, model_type)
+    directory = saved(model_type)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runtime = runner.load_model(ModelConfig(str(directory), dtype="float32", device=device))
     assert (runtime.description.execution_mode, runtime.description.mode_reason) == ("packed", "")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import VOCAB, save
+from checkpoints import VOCAB, saved
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
@@ -86,11 +86,11 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip("triton's interpreter is needed")
 
 
-def recorded(directory: Path, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
+def recorded(model_type: str, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
     monkeypatch.setattr(cuda_graphs, "cuda_capture", lambda device: capture)
     monkeypatch.setattr(cuda_graphs, "_MOST_DECODES", 4)
-    loaded = load(directory)
-    runtime = TorchRuntime(loaded._model, loaded._served, with_graphs=True)
+    plain = load(saved(model_type))
+    runtime = TorchRuntime(plain._model, plain._served, with_graphs=True)
     runtime.allocate([BLOCKS for _ in runtime.description.families], BLOCK_SIZE)
     return runtime
 
@@ -116,11 +116,9 @@ def decodes_and_plain(runtime: TorchRuntime, batch: int) -> tuple[Logits, Logits
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4_text"])
-def test_replayed_decodes_equal_plain_ones(
-    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_decodes_equal_plain_ones(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Families with windows and chunks; batches that fit a graph, that are filled up, and one that is too large."""
-    runtime = recorded(save(tmp_path, model_type), call_again, monkeypatch)
+    runtime = recorded(model_type, call_again, monkeypatch)
     assert runtime._graphs is not None
     replayed = []
     forward = runtime._graphs.forward
@@ -138,14 +136,14 @@ def test_replayed_decodes_equal_plain_ones(
     [(never_again, "decodes differ by"), (refuse, "not permitted when stream is capturing")],
 )
 def test_steps_that_cannot_be_recorded_run_plainly_with_one_warning(
-    tmp_path: Path, capture: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    capture: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     monkeypatch.setitem(
         sys.modules, "rootstock.kernels.cuda.triton_attention", SimpleNamespace(TritonAttention=FromTensors)
     )
     with caplog.at_level(logging.WARNING):
-        runtime = recorded(save(tmp_path, "llama"), capture, monkeypatch)
+        runtime = recorded("llama", capture, monkeypatch)
     assert runtime._graphs is None
     (warning,) = [record.getMessage() for record in caplog.records]
     assert said in warning
@@ -159,14 +157,10 @@ def test_steps_that_cannot_be_recorded_run_plainly_with_one_warning(
     [("llama", "not all layers are attended by Triton"), ("qwen3_next", "the model has recurrent states")],
 )
 def test_models_whose_steps_depend_on_the_host_are_not_recorded(
-    tmp_path: Path,
-    model_type: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    model_type: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        runtime = recorded(save(tmp_path, model_type), refuse, monkeypatch)
+        runtime = recorded(model_type, refuse, monkeypatch)
     assert runtime._graphs is None
     (said,) = [record.getMessage() for record in caplog.records if record.name == cuda_graphs.__name__]
     assert why in said
@@ -174,8 +168,8 @@ def test_models_whose_steps_depend_on_the_host_are_not_recorded(
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kernel", ["from tensors"], indirect=True)
-def test_only_steps_of_scored_decodes_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = recorded(save(tmp_path, "llama"), call_again, monkeypatch)
+def test_only_steps_of_scored_decodes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = recorded("llama", call_again, monkeypatch)
     graphs = runtime._graphs
     assert graphs is not None
     table = (np.arange(BLOCKS, dtype=np.int32),)
@@ -217,11 +211,9 @@ def test_graphs_without_a_cuda_device_stop_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_on_a_device_equal_plain_decodes(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_on_a_device_equal_plain_decodes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "_MOST_DECODES", 4)
-    config = ModelConfig(str(save(tmp_path, "gemma3_text")), device="cuda", dtype=dtype, cuda_graphs=True)
+    config = ModelConfig(str(saved("gemma3_text")), device="cuda", dtype=dtype, cuda_graphs=True)
     runtime = runner.load_model(config)
     runtime.allocate([BLOCKS for _ in runtime.description.families], BLOCK_SIZE)
     assert runtime._graphs is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import VOCAB, save
+from checkpoints import VOCAB, save, saved
 from rootstock.cache.families import (
     ChunkedAttention,
     Family,
@@ -30,7 +30,7 @@ from rootstock.runtime.torch.state_pool import StateCache, StateKey, TorchStateP
 from rootstock.runtime.trial import relative_error
 from runtime.torch.helpers import pool_of
 from twins.driving import allocate, packed_logits, random_tokens
-from twins.torch_models import load
+from twins.torch_models import load, loaded
 
 HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats
 
@@ -56,10 +56,8 @@ HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_families_match_the_tensors_that_layers_keep(
-    tmp_path: Path, model_type: str, families: tuple[Family, ...]
-) -> None:
-    runtime = load(save(tmp_path, model_type))
+def test_families_match_the_tensors_that_layers_keep(model_type: str, families: tuple[Family, ...]) -> None:
+    runtime = loaded(model_type)
     assert runtime.description.families == families
     runtime.allocate([10] * len(families), 4)
     pool = pool_of(runtime)
@@ -73,14 +71,13 @@ def test_a_window_as_long_as_the_context_is_full_attention(tmp_path: Path) -> No
     assert load(tmp_path).description.families == (FullAttention(3, 3 * HEADS),)
 
 
-def test_windows_of_different_length_are_families_of_their_own(tmp_path: Path) -> None:
-    save(tmp_path, "dots3_note_text")
-    assert [family.name for family in load(tmp_path).description.families] == ["full", "window(7)"]
+def test_windows_of_different_length_are_families_of_their_own() -> None:
+    families = loaded("dots3_note_text").description.families
+    assert [family.name for family in families] == ["full", "window(7)"]
 
 
-def test_a_pool_takes_memory_when_it_is_written(tmp_path: Path) -> None:
+def test_a_pool_takes_memory_when_it_is_written() -> None:
     """Measures another process, because this one would first take memory that it has freed."""
-    save(tmp_path, "qwen3_next")
     script = f"""
 import numpy as np
 from rootstock.cache.families import row_bytes
@@ -91,7 +88,7 @@ from rootstock.runtime.torch.runner import load_model
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-runtime = load_model(ModelConfig({str(tmp_path)!r}, dtype="float32", device="cpu", threads=1))
+runtime = load_model(ModelConfig({str(saved("qwen3_next"))!r}, dtype="float32", device="cpu", threads=1))
 rows = [(1 << 30) // row_bytes(family, 16) for family in runtime.description.families]
 before = resident()
 runtime.allocate(rows, 16)
@@ -144,9 +141,9 @@ def test_a_page_that_two_rows_share_is_given_back_with_neither() -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next"])
 def test_a_plan_gives_back_rows_of_the_family_that_it_names(
-    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = load(save(tmp_path, model_type))
+    runtime = loaded(model_type)
     runtime.allocate([10, 10], 4)
     pool = pool_of(runtime)
     given: list[tuple[int, ...]] = []
@@ -163,13 +160,13 @@ def test_a_plan_gives_back_rows_of_the_family_that_it_names(
             assert given == [(4, 8, 4)] * 2 * len(layers)
 
 
-def test_states_larger_than_the_memory_are_refused_with_the_option(tmp_path: Path) -> None:
+def test_states_larger_than_the_memory_are_refused_with_the_option() -> None:
     with pytest.raises(InvalidOption, match="--kv-budget"):
-        load(save(tmp_path, "mamba")).allocate([1 << 45], 32)
+        loaded("mamba").allocate([1 << 45], 32)
 
 
-def test_copies_stay_in_their_family(tmp_path: Path) -> None:
-    runtime = load(save(tmp_path, "gemma3_text"))
+def test_copies_stay_in_their_family() -> None:
+    runtime = loaded("gemma3_text")
     runtime.allocate([4, 4], 2)
     pool = pool_of(runtime)
     with torch.inference_mode():
@@ -183,8 +180,8 @@ def test_copies_stay_in_their_family(tmp_path: Path) -> None:
         assert layer.values[:, 0, 0].tolist() == expected
 
 
-def test_states_are_copied_in_order(tmp_path: Path) -> None:
-    runtime = load(save(tmp_path, "qwen3_next"))
+def test_states_are_copied_in_order() -> None:
+    runtime = loaded("qwen3_next")
     runtime.allocate([2, 4], 2)
     states = pool_of(runtime).states
     assert states is not None
@@ -198,34 +195,30 @@ def test_states_are_copied_in_order(tmp_path: Path) -> None:
         assert memory.tensor.flatten(1)[:, 0].tolist() == [3, 0, 0, 3]
 
 
-def rounded(directory: Path) -> TorchRuntime:
-    return load(directory, state_dtype="bfloat16")
+def exact_and_rounded(model_type: str) -> list[TorchRuntime]:
+    return [loaded(model_type, state_dtype=of_states) for of_states in ("auto", "bfloat16")]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "bamba"])
-def test_rounded_states_are_smaller_and_cost_less_than_a_hundredth_of_the_logits(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_rounded_states_are_smaller_and_cost_less_than_a_hundredth_of_the_logits(model_type: str) -> None:
     """Over 64 decodes, each of which rounds the state again: measured 0.0012 to 0.0027."""
-    save(tmp_path, model_type)
     tokens, figures = random_tokens(VOCAB, 80, 3), []
-    for runtime in (load(tmp_path), rounded(tmp_path)):
+    for runtime in exact_and_rounded(model_type):
         allocate(runtime)
         figures.append(packed_logits(runtime, [tokens], [{0: 16}, *[{0: 1}] * 64])[0])
     exact, coarse = figures
     np.testing.assert_array_equal(coarse[:16], exact[:16])  # within a forward nothing is rounded
     assert 0 < relative_error(coarse, exact) < 0.01
-    kept = [r.description.families[-1] for r in (load(tmp_path), rounded(tmp_path))]
+    kept = [runtime.description.families[-1] for runtime in exact_and_rounded(model_type)]
     assert isinstance(kept[0], RecurrentState)
     assert isinstance(kept[1], RecurrentState)
     assert kept[1].bytes_per_state < 0.7 * kept[0].bytes_per_state
 
 
-def test_rounded_states_are_never_exchanged_with_exact_ones(tmp_path: Path) -> None:
+def test_rounded_states_are_never_exchanged_with_exact_ones() -> None:
     """The dtype of stored states is a part of the namespace."""
-    save(tmp_path, "qwen3_next")
-    assert load(tmp_path).description.kv_dtype == "float32"
-    assert rounded(tmp_path).description.kv_dtype == "bfloat16+float32"
+    found = [runtime.description.kv_dtype for runtime in exact_and_rounded("qwen3_next")]
+    assert found == ["float32", "bfloat16+float32"]
 
 
 def test_an_unknown_state_dtype_stops_the_start() -> None:

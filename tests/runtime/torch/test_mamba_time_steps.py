@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from checkpoints import VOCAB, save
 from rootstock.runtime.torch.mamba_time_steps import _limiting
 from twins.driving import ByHand, allocate, random_tokens
-from twins.torch_models import Dense, load
+from twins.torch_models import Dense, load, loaded
 from twins.ways import pieces
 
 TOLERANCE = 1e-3  # of the standard deviation of the logits
@@ -23,14 +24,16 @@ TOLERANCE = 1e-3  # of the standard deviation of the logits
 NARROW = {"time_step_limit": (0.4, 1.2)}  # binds from both sides
 
 
-def in_chunks(directory: Path, tokens: np.ndarray[Any, Any], chunk: int) -> np.ndarray[Any, Any]:
+def in_chunks(directory: Path, tokens: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Runs the tokens one by one, by three, which leaves one of 31 over, and all at once."""
     runtime = load(directory)
     allocate(runtime)
-    hand = ByHand(runtime)
-    running = hand.start(tokens)
-    for new in pieces(list(range(chunk, len(tokens), chunk)), len(tokens)):
-        hand.step({running: new})
-    return np.concatenate(running.logits)
+    for chunk in (1, 3, len(tokens)):
+        hand = ByHand(runtime)
+        running = hand.start(tokens)
+        for new in pieces(list(range(chunk, len(tokens), chunk)), len(tokens)):
+            hand.step({running: new})
+        yield np.concatenate(running.logits)
 
 
 def largest(ours: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
@@ -39,7 +42,6 @@ def largest(ours: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float
 
 
 @pytest.mark.behaviour(23)
-@pytest.mark.parametrize("chunk", [1, 3, 31])  # of 31 tokens: 3 leaves one over
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
@@ -52,9 +54,7 @@ def largest(ours: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float
         ("falcon_h1", NARROW),
     ],
 )
-def test_one_token_is_limited_like_several(
-    tmp_path: Path, model_type: str, fields: dict[str, Any], chunk: int
-) -> None:
+def test_one_token_is_limited_like_several(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
     directory, tokens = save(tmp_path, model_type, **fields), random_tokens(VOCAB, 31, 3)
     own = Dense(directory, attention="eager")
     if fields:
@@ -64,12 +64,12 @@ def test_one_token_is_limited_like_several(
     assert largest(decoded, expected) > 10 * TOLERANCE, (
         "the limits bind, and the model's own decode ignores them"
     )
-    assert largest(in_chunks(directory, tokens, chunk), expected) <= TOLERANCE
+    for logits in in_chunks(directory, tokens):
+        assert largest(logits, expected) <= TOLERANCE
 
 
 @pytest.mark.behaviour(23)
-@pytest.mark.parametrize("chunk", [1, 3, 31])
-def test_the_limits_are_those_of_the_configuration(tmp_path: Path, chunk: int) -> None:
+def test_the_limits_are_those_of_the_configuration(tmp_path: Path) -> None:
     """transformers' Nemotron-H reads `time_step_min` instead, which describes how weights were initialised."""
     unlimited = (0.0, float("inf"))
     directory, tokens = save(tmp_path, "nemotron_h", time_step_limit=unlimited), random_tokens(VOCAB, 31, 3)
@@ -78,21 +78,21 @@ def test_the_limits_are_those_of_the_configuration(tmp_path: Path, chunk: int) -
     use_limits(own, unlimited)
     expected = own.logits(tokens)
     assert largest(by_its_file, expected) > 10 * TOLERANCE
-    assert largest(in_chunks(directory, tokens, chunk), expected) <= TOLERANCE
+    for logits in in_chunks(directory, tokens):
+        assert largest(logits, expected) <= TOLERANCE
 
 
-def test_a_mixer_without_limits_stays_unchanged(tmp_path: Path) -> None:
-    directory = save(tmp_path, "mamba2")
-    runtime = load(directory)
+def test_a_mixer_without_limits_stays_unchanged() -> None:
+    runtime = loaded("mamba2")
     biases = [module.dt_bias for module in runtime._model.modules() if hasattr(module, "dt_bias")]
     assert biases
     assert {type(bias) for bias in biases} == {nn.Parameter}
     assert "time_steps" not in runtime.description.weights_fingerprint
 
 
-def test_states_computed_with_other_limits_are_not_shared(tmp_path: Path) -> None:
+def test_states_computed_with_other_limits_are_not_shared() -> None:
     """States of earlier versions, on a disk, were decoded without limits."""
-    assert load(save(tmp_path, "zamba2")).description.weights_fingerprint.endswith("/time_steps.1")
+    assert loaded("zamba2").description.weights_fingerprint.endswith("/time_steps.1")
 
 
 @pytest.mark.parametrize("declared", [None, "0.1", [0.1], [0.9, 0.1], [None, 1.0], [float("nan"), 1.0]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpoints import VOCAB, save
+from checkpoints import VOCAB, save, saved
 from rootstock.cache import Namespace
 from rootstock.config import QUANTIZATIONS, ModelConfig
 from rootstock.errors import InvalidOption
@@ -25,7 +25,7 @@ from rootstock.runtime.torch.runner import load_model
 from rootstock.server.models.model_card import numbers_of, table_of
 from runtime.torch.helpers import STEPS
 from twins.driving import allocate, packed_logits, random_tokens
-from twins.torch_models import Dense, load
+from twins.torch_models import Dense, load, loaded
 
 needs_bfloat16_units = pytest.mark.skipif(
     not packs_bfloat16(torch.device("cpu")),
@@ -258,9 +258,7 @@ def test_a_group_computes_all_members_at_once_and_each_member_gives_its_part() -
 
 
 @needs_bfloat16_units
-def test_members_compute_once_for_one_input_and_again_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_members_compute_once_for_one_input_and_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tied()
     block = model.block
     pack(model, [[block.q, block.k, block.v]])
@@ -332,21 +330,23 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
     ],
 )
 def test_a_loaded_model_is_packed_except_weights_that_its_code_reads(
-    tmp_path: Path, packings: list[Packing], model_type: str, kept: set[str]
+    packings: list[Packing], model_type: str, kept: set[str]
 ) -> None:
-    load(save(tmp_path, model_type), "bfloat16")
+    load(saved(model_type), "bfloat16")
     assert packings[0].packed > 8
     assert {name.rpartition(".")[2] for name in packings[0].kept} == kept
     assert set(packings[0].kept.values()) <= {"its weight is read by other code"}
 
 
 @needs_bfloat16_units
-def test_a_packed_model_is_as_near_to_exact_logits_as_the_model_itself(tmp_path: Path) -> None:
-    runtime = load(save(tmp_path, "llama"), "bfloat16")
+def test_a_packed_model_is_as_near_to_exact_logits_as_the_model_itself() -> None:
+    runtime = loaded("llama", "bfloat16")
     described = runtime.description
     allocate(runtime)
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
-    own, exact = (Dense(tmp_path, dtype, attention="eager") for dtype in (torch.bfloat16, torch.float32))
+    own, exact = (
+        Dense(saved("llama"), dtype, attention="eager") for dtype in (torch.bfloat16, torch.float32)
+    )
     assert described.parameters == sum(parameter.numel() for parameter in own.model.parameters())
     for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
         expected, theirs = exact.logits(tokens), own.logits(tokens)
@@ -354,8 +354,8 @@ def test_a_packed_model_is_as_near_to_exact_logits_as_the_model_itself(tmp_path:
         assert ours_off <= 1.2 * theirs_off <= 0.2 * expected.std()
 
 
-def test_float32_is_not_touched(tmp_path: Path, packings: list[Packing]) -> None:
-    runtime = load(save(tmp_path, "llama"))
+def test_float32_is_not_touched(packings: list[Packing]) -> None:
+    runtime = load(saved("llama"))
     assert packings[0].packed == 0
     assert not any(p.isnan().any() for p in runtime._model.parameters())
 
@@ -386,8 +386,8 @@ def test_quantized_weights_change_the_logits_within_bounds(
 
 
 @needs_packed_lanes
-def test_the_head_keeps_8_bits_when_the_rest_gets_4(tmp_path: Path) -> None:
-    runtime = load(save(tmp_path, "llama"), quantize="int4")
+def test_the_head_keeps_8_bits_when_the_rest_gets_4() -> None:
+    runtime = loaded("llama", quantize="int4")
     model: Any = runtime._model
     assert isinstance(packed_of(model.lm_head), Int8)
     assert isinstance(packed_of(model.model.layers[0].mlp.down_proj), Int4)
@@ -395,9 +395,9 @@ def test_the_head_keeps_8_bits_when_the_rest_gets_4(tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_be_quantized_stay_and_are_logged(
-    tmp_path: Path, packings: list[Packing], caplog: pytest.LogCaptureFixture
+    packings: list[Packing], caplog: pytest.LogCaptureFixture
 ) -> None:
-    load(save(tmp_path, "llama"), quantize="int8")  # of 2 heads of 16: 32 outputs
+    load(saved("llama"), quantize="int8")  # of 2 heads of 16: 32 outputs
     assert {name.rpartition(".")[2] for name in packings[0].unrounded} == {"k_proj", "v_proj"}
     assert packings[0].unrounded == packings[0].unrounded | dict.fromkeys(
         packings[0].unrounded, "it has 32 outputs, and fewer than 64 are not quantized"
@@ -405,25 +405,22 @@ def test_layers_that_cannot_be_quantized_stay_and_are_logged(
     assert "6 of 22 linear layers are not int8: model.layers.0.self_attn.k_proj, because" in caplog.text
 
 
-def test_keys_and_values_of_quantized_weights_are_never_shared_with_others(tmp_path: Path) -> None:
-    save(tmp_path, "llama")
-    prints = [load(tmp_path, quantize=name).description.weights_fingerprint for name in QUANTIZATIONS]
+def test_keys_and_values_of_quantized_weights_are_never_shared_with_others() -> None:
+    prints = [loaded("llama", quantize=name).description.weights_fingerprint for name in QUANTIZATIONS]
     assert len(set(prints)) == len(QUANTIZATIONS)
     namespaces = {Namespace(name, "float32", "") for name in prints}
     assert len(namespaces) == len(QUANTIZATIONS)
 
 
-def test_the_description_has_the_format_of_weights(tmp_path: Path) -> None:
-    described = load(save(tmp_path, "llama"), quantize="int4").description
+def test_the_description_has_the_format_of_weights() -> None:
+    described = loaded("llama", quantize="int4").description
     assert described.quantize == "int4"
     assert dict(table_of(described, 16))["dtype"].startswith("float32 with int4 weights, cache in float32")
     assert numbers_of(described, 16)["quantize"] == "int4"
-    assert described.parameters == load(tmp_path).description.parameters
+    assert described.parameters == loaded("llama").description.parameters
 
 
-def test_a_model_that_gives_nan_with_quantized_weights_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_gives_nan_with_quantized_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Int8):
         def __call__(self, x: Tensor) -> Tensor:
             probed = len(x) in (4, 4 * FEW_ROWS)  # rows that every linear is tried with
@@ -433,7 +430,7 @@ def test_a_model_that_gives_nan_with_quantized_weights_is_refused(
     with pytest.raises(
         InvalidOption, match="--quantize is 'int8', but must be none: this model computes NaN or infinity"
     ):
-        load(save(tmp_path, "llama"), quantize="int8")
+        load(saved("llama"), quantize="int8")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from checkpoints import VOCAB, save
+from checkpoints import VOCAB
 from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.plan import HostBytes, Plan, RowPart, RowsReturned
 from rootstock.cache.types import NO_BLOCK, BlockIds
@@ -18,7 +17,7 @@ from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from runtime.torch.helpers import pool_of
 from twins.driving import ByHand, Running, allocate, random_tokens
-from twins.torch_models import load
+from twins.torch_models import loaded
 
 BLOCK_SIZE = 4
 # Plain attention, windows, states beside full attention, states alone, latents with an indexer.
@@ -26,8 +25,8 @@ MODELS = ["llama", "gemma3_text", "qwen3_next", "mamba", "deepseek_v32"]
 DTYPES = ["float32", "bfloat16"]
 
 
-def loaded(directory: Path, model_type: str, dtype: str = "float32") -> TorchRuntime:
-    runtime = load(save(directory, model_type), dtype)
+def with_pools(model_type: str, dtype: str = "float32") -> TorchRuntime:
+    runtime = loaded(model_type, dtype)
     allocate(runtime, BLOCK_SIZE)
     return runtime
 
@@ -89,8 +88,8 @@ def in_place(runtime: TorchRuntime) -> TorchRuntime:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_row_is_read_layer_by_layer(tmp_path: Path, model_type: str, dtype: str) -> None:
-    runtime = loaded(tmp_path, model_type, dtype)
+def test_a_row_is_read_layer_by_layer(model_type: str, dtype: str) -> None:
+    runtime = with_pools(model_type, dtype)
     fill(runtime)
     for part in parts_of(runtime, 5):
         read = runtime.read(part)
@@ -101,8 +100,8 @@ def test_a_row_is_read_layer_by_layer(tmp_path: Path, model_type: str, dtype: st
         assert sum(buffer.nbytes for buffer in read) == expected
 
 
-def test_keys_come_before_values_and_layers_by_their_number(tmp_path: Path) -> None:
-    runtime = loaded(tmp_path, "llama")
+def test_keys_come_before_values_and_layers_by_their_number() -> None:
+    runtime = with_pools("llama")
     with torch.inference_mode():
         for number, memory in enumerate(memories_of(runtime, 0)):
             memory.fill_(number)
@@ -120,9 +119,9 @@ def test_keys_come_before_values_and_layers_by_their_number(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_row_placed_in_another_row_is_read_there(
-    tmp_path: Path, model_type: str, dtype: str, placed: Callable[[TorchRuntime], TorchRuntime]
+    model_type: str, dtype: str, placed: Callable[[TorchRuntime], TorchRuntime]
 ) -> None:
-    runtime = placed(loaded(tmp_path, model_type, dtype))
+    runtime = placed(with_pools(model_type, dtype))
     fill(runtime)
     for source, target in zip(parts_of(runtime, 3), parts_of(runtime, 7), strict=True):
         before = [bytes(buffer) for buffer in runtime.read(source)]
@@ -140,10 +139,8 @@ def test_a_row_placed_in_another_row_is_read_there(
 
 
 @pytest.mark.parametrize("placed", [in_place, staged])
-def test_read_buffers_belong_to_the_caller(
-    tmp_path: Path, placed: Callable[[TorchRuntime], TorchRuntime]
-) -> None:
-    runtime = placed(loaded(tmp_path, "qwen3_next"))
+def test_read_buffers_belong_to_the_caller(placed: Callable[[TorchRuntime], TorchRuntime]) -> None:
+    runtime = placed(with_pools("qwen3_next"))
     fill(runtime)
     for part in (RowPart(0, 3, 4), RowPart(1, 3, 0)):
         before = expected_bytes(runtime, part)
@@ -152,8 +149,8 @@ def test_read_buffers_belong_to_the_caller(
         assert expected_bytes(runtime, part) == before
 
 
-def test_on_a_cpu_buffers_are_the_rows_own_memory(tmp_path: Path) -> None:
-    runtime = loaded(tmp_path, "qwen3_next", "bfloat16")
+def test_on_a_cpu_buffers_are_the_rows_own_memory() -> None:
+    runtime = with_pools("qwen3_next", "bfloat16")
     for part in (RowPart(0, 3, 2), RowPart(1, 3, 0)):
         addresses = [
             memory.data_ptr() + part.row * (BLOCK_SIZE if part.tokens else 1) * memory[0].nbytes
@@ -162,8 +159,8 @@ def test_on_a_cpu_buffers_are_the_rows_own_memory(tmp_path: Path) -> None:
         assert [buffer.ctypes.data for buffer in runtime.buffers(part)] == addresses
 
 
-def test_staging_becomes_the_rows_content_only_when_it_is_placed(tmp_path: Path) -> None:
-    runtime = staged(loaded(tmp_path, "llama"))
+def test_staging_becomes_the_rows_content_only_when_it_is_placed() -> None:
+    runtime = staged(with_pools("llama"))
     part = RowPart(0, 2, 4)
     before = expected_bytes(runtime, part)
     buffers = runtime.buffers(part)
@@ -185,17 +182,17 @@ def test_a_returned_row_can_be_written_again() -> None:
     assert rows.tensor[10:12].flatten().view(torch.uint8).numpy().tobytes() == content.tobytes()
 
 
-def test_rows_beyond_32_bits_have_their_own_slots(tmp_path: Path) -> None:
+def test_rows_beyond_32_bits_have_their_own_slots() -> None:
     """A block table gives rows in 32 bits."""
-    runtime = load(save(tmp_path, "llama"))
+    runtime = loaded("llama")
     runtime.allocate([0], BLOCK_SIZE)
     table: BlockIds = np.array([2**30], np.int32)
     part = RowPart(0, table[0], BLOCK_SIZE)  # type: ignore[arg-type]
     assert pool_of(runtime)._rows(part) == (2**32, 2**32 + BLOCK_SIZE)
 
 
-def test_a_pool_without_rows_can_be_made(tmp_path: Path) -> None:
-    load(save(tmp_path, "qwen3_next")).allocate([0, 0], BLOCK_SIZE)
+def test_a_pool_without_rows_can_be_made() -> None:
+    loaded("qwen3_next").allocate([0, 0], BLOCK_SIZE)
 
 
 class Elsewhere:
@@ -236,10 +233,8 @@ class Elsewhere:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_sequence_continues_in_other_rows_with_the_same_logits(
-    tmp_path: Path, model_type: str, dtype: str
-) -> None:
-    runtime = loaded(tmp_path, model_type, dtype)
+def test_a_sequence_continues_in_other_rows_with_the_same_logits(model_type: str, dtype: str) -> None:
+    runtime = with_pools(model_type, dtype)
     tokens, logits = random_tokens(VOCAB, 40, 11), []
     for moves in (False, True):
         # The same rows both times: they are written anew from position 0 on.
@@ -255,8 +250,8 @@ def test_a_sequence_continues_in_other_rows_with_the_same_logits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_buffer_of_a_block_has_a_dtype(tmp_path: Path, dtype: str) -> None:
-    runtime = loaded(tmp_path, "deepseek_v32", dtype)
+def test_every_buffer_of_a_block_has_a_dtype(dtype: str) -> None:
+    runtime = with_pools("deepseek_v32", dtype)
     # Latents, rotary keys, and the indexer's keys, of three layers.
     dtypes = runtime.buffer_dtypes(0)
     assert dtypes == [dtype] * 9
@@ -265,8 +260,8 @@ def test_every_buffer_of_a_block_has_a_dtype(tmp_path: Path, dtype: str) -> None
     assert widths == [24, 8, 16] * 3
 
 
-def test_every_buffer_of_a_state_has_a_dtype(tmp_path: Path) -> None:
-    runtime = load(save(tmp_path, "qwen3_next"))
+def test_every_buffer_of_a_state_has_a_dtype() -> None:
+    runtime = loaded("qwen3_next")
     assert runtime.buffer_dtypes(0) == ["float32"] * 2  # the pool is not allocated yet
     assert set(runtime.buffer_dtypes(1)) == {"float32"}
     fake = FakeRuntime(families=(FULL, window(5), STATE))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoints import SERVED, save
+from checkpoints import SERVED, save, saved
 from rootstock.cache.families import SlidingWindow, TokenFamily
 from rootstock.cache.plan import Plan
 from rootstock.errors import SelfCheckFailed
@@ -27,15 +27,10 @@ from rootstock.kernels.torch import gathered_attention, sliced_attention
 from rootstock.runtime import trial
 from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
 from rootstock.runtime.torch.inspect import mask_pattern
-from twins.torch_models import load
+from twins.torch_models import load, loaded
 
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +54,8 @@ def assert_falls_back(directory: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", SERVED)
-def test_rounding_is_not_mistaken_for_a_mistake(tmp_path: Path, model_type: str, dtype: str) -> None:
-    load(save(tmp_path, model_type), dtype)
+def test_rounding_is_not_mistaken_for_a_mistake(model_type: str, dtype: str) -> None:
+    loaded(model_type, dtype)
 
 
 def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -69,28 +64,26 @@ def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_dropped_scale(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_scale(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
-    assert_falls_back(llama, dtype)
+    assert_falls_back(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_that_counts_positions_itself(
-    llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_counts_positions_itself(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = LlamaRotaryEmbedding.forward
 
     def own(self: LlamaRotaryEmbedding, x: Tensor, position_ids: Tensor) -> Any:
         return given(self, x, torch.arange(position_ids.shape[1])[None])
 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", own)
-    assert_refused(llama, dtype)
+    assert_refused(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("missing", [1, 4], ids=["one position", "a block"])
 def test_a_chunk_that_does_not_see_all_of_its_past(
-    llama: Path, dtype: str, missing: int, monkeypatch: pytest.MonkeyPatch
+    dtype: str, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = sliced_attention.SlicedAttention.prepare
 
@@ -102,11 +95,11 @@ def test_a_chunk_that_does_not_see_all_of_its_past(
         )
 
     monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
-    assert_falls_back(llama, dtype)
+    assert_falls_back(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_that_does_not_see_itself(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = sliced_attention.SlicedAttention.prepare
 
     def less(self: sliced_attention.SlicedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
@@ -114,35 +107,35 @@ def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch:
         return prepare(self, seen, family)
 
     monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
-    assert_falls_back(llama, dtype)
+    assert_falls_back(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_sees_its_own_future(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flash = sliced_attention._flash
     monkeypatch.setattr(
         sliced_attention,
         "_flash",
         lambda q, k, v, dropout=0.0, causal=False, *, scale: flash(q, k, v, dropout, False, scale=scale),
     )
-    assert_falls_back(llama, dtype)
+    assert_falls_back(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_block_that_is_not_copied(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_not_copied(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.TorchRuntime, "apply", lambda self, plan: None)
-    assert_refused(llama, dtype)
+    assert_refused(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_written_to_a_neighbours_slot(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_written_to_a_neighbours_slot(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write = kv_pool.LayerMemory.write
     monkeypatch.setattr(
         kv_pool.LayerMemory, "write", lambda self, slots, k, v: write(self, (slots + 1) % 8, k, v)
     )
     # Fused parts use the same write.
     monkeypatch.setattr(step_cache.PackedCache, "memory_of", lambda self, index, dtype: None)
-    assert_refused(llama, dtype)
+    assert_refused(saved("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,22 +179,16 @@ def test_a_dropped_feature(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "llama4_text"])
-def test_a_dropped_window_or_chunk(
-    tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_window_or_chunk(model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and pools are treated as full attention."""
-    save(tmp_path, model_type)
-    assert load(tmp_path, dtype).description.execution_mode == "packed"
+    assert loaded(model_type, dtype).description.execution_mode == "packed"
     monkeypatch.setattr(mask_pattern.MaskPattern, "rule", lambda self, device: EVERYTHING)
-    assert_falls_back(tmp_path, dtype)
+    assert_falls_back(saved(model_type), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("off", [-1, 1])
-def test_a_window_that_is_off_by_one(
-    tmp_path: Path, off: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, "mistral")
+def test_a_window_that_is_off_by_one(off: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = mask_pattern.MaskPattern.rule
 
     def other(self: mask_pattern.MaskPattern, device: torch.device) -> TokenFamily:
@@ -210,52 +197,45 @@ def test_a_window_that_is_off_by_one(
         return replace(family, window=family.window + off)
 
     monkeypatch.setattr(mask_pattern.MaskPattern, "rule", other)
-    assert_falls_back(tmp_path, dtype)
+    assert_falls_back(saved("mistral"), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rows_without_their_offsets(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_their_offsets(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 scales queries by the logarithm of positions that it counts from the cache's length. Over a few dozen
     positions that is less than the rounding of bfloat16."""
-    save(tmp_path, "llama4_text")
     monkeypatch.setattr(step_cache.PackedCache, "get_seq_length", lambda self, layer_idx=None: 0)
-    assert_falls_back(tmp_path, dtype)
+    assert_falls_back(saved("llama4_text"), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "lfm2"])
-def test_a_state_that_is_not_restored(
-    tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, model_type)
+def test_a_state_that_is_not_restored(model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     apply = runner.TorchRuntime.apply
     monkeypatch.setattr(
         runner.TorchRuntime, "apply", lambda self, plan: apply(self, Plan(copies=plan.copies))
     )
-    assert_refused(tmp_path, dtype)
+    assert_refused(saved(model_type), dtype)
 
 
-def test_a_state_that_another_sequence_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "qwen3_next")
+def test_a_state_that_another_sequence_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made = state_pool.StateCache.__init__
 
     def continuing(self: Any, pool: Any, slots: Tensor, *, continues: bool) -> None:
         made(self, pool, slots, continues=pool is not None)
 
     monkeypatch.setattr(state_pool.StateCache, "__init__", continuing)
-    assert_refused(tmp_path, "float32")
+    assert_refused(saved("qwen3_next"), "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_that_are_nan(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_nan(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
-    assert_falls_back(llama, dtype)
+    assert_falls_back(saved("llama"), dtype)
 
 
-def test_the_model_keeps_rootstocks_attention_after_an_error(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = load(llama)
+def test_the_model_keeps_rootstocks_attention_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = loaded("llama")
     model, described = runtime._model, runtime.description
     assert model.config._attn_implementation == hooks.IMPLEMENTATION
     monkeypatch.setattr(self_check, "dense_logits", lambda model, tokens: 1 // 0)
@@ -270,9 +250,9 @@ def test_the_model_keeps_rootstocks_attention_after_an_error(
     assert model.config._attn_implementation == hooks.IMPLEMENTATION
 
 
-def test_noise_is_that_of_one_rounding(llama: Path) -> None:
+def test_noise_is_that_of_one_rounding() -> None:
     """Noise grows about in proportion to the rounding, and the embedding is left without a hook."""
-    model = load(llama)._model
+    model = loaded("llama")._model
     tokens = np.arange(3, 40, dtype=np.int32)
 
     def noise(dtype: str) -> float:
@@ -286,13 +266,12 @@ def test_noise_is_that_of_one_rounding(llama: Path) -> None:
 
 
 def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32, noise is measured only if the difference exceeds the tolerance."""
-    save(tmp_path, "minimax")
     monkeypatch.setattr(trial, "_FLOAT32_TOLERANCE", 1e-4)
     asked = []
     noise = self_check.noise
     monkeypatch.setattr(self_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])
-    assert load(tmp_path).description.execution_mode == "packed"
+    assert load(saved("minimax")).description.execution_mode == "packed"
     assert asked

@@ -57,16 +57,7 @@ def changed(later: Conversation, model: str = "model") -> Comparison:
 def test_a_request_that_goes_on_has_not_changed() -> None:
     assert changed(replace(BASE, messages=(SYSTEM, ASKED, CALLED, RESULT))).change is None
     marked = Message("user", (Text("What is a tree?", mark=MARK),))
-    assert (
-        changed(
-            replace(
-                BASE,
-                messages=(SYSTEM, marked),
-                tools=(replace(TOOL, mark=MARK),),
-            )
-        ).change
-        is None
-    )
+    assert changed(replace(BASE, messages=(SYSTEM, marked), tools=(replace(TOOL, mark=MARK),))).change is None
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,7 @@ def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenized() -> No
     counting = CountingTokenizer()
     tokenizer = PromptTokenizer(counting, limit_tokens=100)
     text = "a" * (100 * counting.longest_token_chars + 1)
-    for refused in (
-        lambda: tokenizer.encode(text),
-        lambda: tokenizer.encode_chat(text, ANYBODY),
-    ):
+    for refused in (lambda: tokenizer.encode(text), lambda: tokenizer.encode_chat(text, ANYBODY)):
         said = f"{len(text):,} characters, which make more than 100 tokens"
         with pytest.raises(PromptTextTooLong, match=said):
             refused()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import VOCAB, save
+from checkpoints import VOCAB, save, saved
 from lora import PREFIX, linears_of, merge, save_adapter
 from rootstock.cache.types import SlotId, Tokens
 from rootstock.errors import AdapterUnusable
@@ -80,10 +80,9 @@ def assert_own(steps: list[Logits], model: Any, prompt: Tokens) -> None:
 )
 @pytest.mark.behaviour(9)
 def test_a_batch_of_adapters_and_the_base(tmp_path: Path, model_type: str, batching: str) -> None:
-    save(tmp_path / "m", model_type)
-    runtime = load(tmp_path / "m")
+    runtime = load(saved(model_type))
     allocate(runtime)
-    base = own_model(tmp_path / "m")
+    base = own_model(saved(model_type))
     names = linears_of(base)
     made = [
         save_adapter(tmp_path / "a", base, names, seed=1, size=0.08),
@@ -97,7 +96,7 @@ def test_a_batch_of_adapters_and_the_base(tmp_path: Path, model_type: str, batch
     prompts = [random_tokens(VOCAB, length, length) for length in LENGTHS]
     computed = mixed(runtime, prompts, order)
     models = {"": base} | {
-        one.fingerprint: merge(own_model(tmp_path / "m"), directory)
+        one.fingerprint: merge(own_model(saved(model_type)), directory)
         for one, directory in zip(loaded, made, strict=True)
     }
     for steps, prompt, adapter in zip(computed, prompts, order, strict=True):
@@ -110,8 +109,7 @@ def test_a_batch_of_adapters_and_the_base(tmp_path: Path, model_type: str, batch
 
 @pytest.mark.parametrize("how", ["dora", "embedding", "saved head", "bias", "bias of B", "patterns"])
 def test_ways_to_change_a_module(tmp_path: Path, how: str) -> None:
-    save(tmp_path / "m", "qwen2")
-    base = own_model(tmp_path / "m")
+    base = own_model(saved("qwen2"))
     names, fields, extra = linears_of(base), dict[str, Any](), dict[str, torch.Tensor]()
     random = torch.Generator().manual_seed(5)
     query = "model.layers.1.self_attn.q_proj"
@@ -132,13 +130,13 @@ def test_ways_to_change_a_module(tmp_path: Path, how: str) -> None:
         case "patterns":
             fields |= {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"down_proj": 3}}
     made = save_adapter(tmp_path / "a", base, names, size=0.08, extra=extra, **fields)
-    runtime = load(tmp_path / "m")
+    runtime = load(saved("qwen2"))
     allocate(runtime)
     adapter = add(runtime, made)
     assert adapter.batching == "mixed"
     prompts = [random_tokens(VOCAB, length, length) for length in LENGTHS]
     order = ["", adapter.fingerprint, adapter.fingerprint, "", adapter.fingerprint]
-    merged = merge(own_model(tmp_path / "m"), made)
+    merged = merge(own_model(saved("qwen2")), made)
     for steps, prompt, chosen in zip(mixed(runtime, prompts, order), prompts, order, strict=True):
         assert_own(steps, merged if chosen else base, prompt)
 
@@ -168,9 +166,8 @@ def test_packed_and_quantized_bases(tmp_path: Path, options: dict[str, Any]) -> 
 
 
 def test_the_base_is_computed_by_its_own_code_without_adapters(tmp_path: Path) -> None:
-    save(tmp_path / "m", "llama")
-    base = own_model(tmp_path / "m")
-    runtime = load(tmp_path / "m")
+    base = own_model(saved("llama"))
+    runtime = load(saved("llama"))
     model = runtime._model
     before = {name: vars(module).get("forward") for name, module in model.named_modules()}
     adapter = add(runtime, save_adapter(tmp_path / "a", base, linears_of(base)))
@@ -187,8 +184,7 @@ def refusal(runtime: TorchRuntime, directory: Path) -> str:
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / "m", "llama")
-    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    runtime, base = load(saved("llama")), own_model(saved("llama"))
     queries = linears_of(base, "q_proj")
     made = save_adapter(tmp_path / "a", base, queries)
     weights = made / "adapter_model.safetensors"
@@ -219,8 +215,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_tensor_of_an_absurd_shape_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    save(tmp_path / "m", "llama")
-    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    runtime, base = load(saved("llama")), own_model(saved("llama"))
     [query, *_] = linears_of(base, "q_proj")
     made = save_adapter(tmp_path / "a", base, [query])
     name, end = f"{PREFIX}{query}.lora_A.weight", 4 * math.prod(shape)
@@ -254,15 +249,13 @@ def test_an_adapter_whose_rows_would_be_wrong_is_refused(
 ) -> None:
     from rootstock.runtime.torch.adapters.deltas import LinearDelta
 
-    save(tmp_path / "m", "llama")
-    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    runtime, base = load(saved("llama")), own_model(saved("llama"))
     monkeypatch.setattr(LinearDelta, "apply", lambda self, x, y: y.mul_(1.01))
     with caplog.at_level(logging.WARNING):
         assert "merged weights" in refusal(runtime, save_adapter(tmp_path / "a", base, linears_of(base)))
 
 
 def test_files_of_mlx_lm_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / "m", "llama")
     made = tmp_path / "a"
     made.mkdir()
     config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0}}
@@ -272,13 +265,12 @@ def test_files_of_mlx_lm_are_refused(tmp_path: Path) -> None:
         {f"{query}.lora_a": torch.zeros(64, 4), f"{query}.lora_b": torch.zeros(4, 64)},
         made / "adapters.safetensors",
     )
-    assert "mlx-lm's format, which only the MLX runtime reads" in refusal(load(tmp_path / "m"), made)
+    assert "mlx-lm's format, which only the MLX runtime reads" in refusal(load(saved("llama")), made)
 
 
 def test_a_router_is_refused_by_its_name(tmp_path: Path) -> None:
     """It is a linear layer by its class, and returns the choice of experts as well."""
-    save(tmp_path / "m", "phimoe")
-    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    runtime, base = load(saved("phimoe")), own_model(saved("phimoe"))
     routers = [name for name, module in base.named_modules() if "Router" in type(module).__name__]
     message = refusal(runtime, save_adapter(tmp_path / "a", base, routers))
     assert f"{routers[0]} is a PhimoeTopKRouter" in message
@@ -288,8 +280,7 @@ def test_a_router_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_an_adapter_beyond_the_free_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "m", "llama")
-    runtime, base = load(tmp_path / "m"), own_model(tmp_path / "m")
+    runtime, base = load(saved("llama")), own_model(saved("llama"))
     made = save_adapter(tmp_path / "a", base, linears_of(base))
     needed = 4 * read_adapter("a", made).weight_count
     monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: needed - 1)

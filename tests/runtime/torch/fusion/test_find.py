@@ -6,7 +6,6 @@ import builtins
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel
 
-from checkpoints import save
+from checkpoints import saved
 from rootstock.runtime.torch.fallback import use_attention
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
 from rootstock.runtime.torch.fusion.find import fuse
@@ -29,7 +28,7 @@ from rootstock.runtime.torch.weights import read_weights
 from rootstock.runtime.trial import relative_error
 from twins.architectures import VOCAB
 from twins.driving import allocate, packed_logits, random_tokens
-from twins.torch_models import load
+from twins.torch_models import load, loaded
 
 CPU = torch.device("cpu")
 SIZES: dict[str, int] = {  # of models that are made without files
@@ -42,8 +41,8 @@ SIZES: dict[str, int] = {  # of models that are made without files
 }
 
 
-def model_of(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(save(tmp_path, model_type), dtype=dtype).eval()
+def model_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(saved(model_type), dtype=dtype).eval()
 
 
 def fused(model: PreTrainedModel) -> Fusion:
@@ -65,17 +64,17 @@ def kinds(fusion: Fusion) -> Counter[type]:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_made_of_common_parts_are_fused_whole(
-    tmp_path: Path, model_type: str, layers: int, dtype: torch.dtype
+    model_type: str, layers: int, dtype: torch.dtype
 ) -> None:
-    found = kinds(fused(model_of(tmp_path, model_type, dtype)))
+    found = kinds(fused(model_of(model_type, dtype)))
     assert found[FusedLayer] == found[FusedAttention] == layers
 
 
 @pytest.mark.parametrize(
     ("model_type", "whole"), [("phi3", FusedAttention), ("olmo2", FusedMLP), ("deepseek_v3", FusedNorm)]
 )
-def test_common_parts_of_other_layers_are_fused(tmp_path: Path, model_type: str, whole: type) -> None:
-    found = kinds(fused(model_of(tmp_path, model_type)))
+def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) -> None:
+    found = kinds(fused(model_of(model_type)))
     assert found[whole] >= 3
     assert found[FusedLayer] == 0
 
@@ -98,9 +97,9 @@ def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 )
 @pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm", ""])
 def test_a_part_that_computes_something_else_is_not_fused(
-    tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
+    part: str, change: Callable[[Tensor], Tensor]
 ) -> None:
-    model = model_of(tmp_path, "llama")
+    model = model_of("llama")
     layer = model.model.layers[1]
     changed(layer.get_submodule(part), change)
     parts = fused(model).parts
@@ -112,8 +111,8 @@ def test_a_part_that_computes_something_else_is_not_fused(
         assert name not in parts, "a layer is made of its fused parts"
 
 
-def test_a_difference_at_far_positions_only_is_found(tmp_path: Path) -> None:
-    model = model_of(tmp_path, "llama")
+def test_a_difference_at_far_positions_only_is_found() -> None:
+    model = model_of("llama")
     own = type(model.model.layers[1].self_attn).forward
 
     def forward(self: nn.Module, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
@@ -131,11 +130,7 @@ def test_a_difference_at_far_positions_only_is_found(tmp_path: Path) -> None:
 )
 def test_similar_activations_are_told_apart_in_bfloat16_too(activation: str, mlps: int) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SIZES,
-        hidden_act=activation,
-        initializer_range=0.1,
-    )
+    config = LlamaConfig(**SIZES, hidden_act=activation, initializer_range=0.1)
     found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()))
     assert found[FusedMLP] == mlps
     assert found[FusedLayer] == 2
@@ -146,18 +141,14 @@ def test_similar_activations_are_told_apart_in_bfloat16_too(activation: str, mlp
 def test_a_layer_with_a_residual_multiplier_is_not_fused(share: float, dtype: torch.dtype) -> None:
     """The layer's own part is 1 % of these hidden states, about as much as the rounding of bfloat16."""
     torch.manual_seed(0)
-    config = GraniteConfig(
-        **SIZES,
-        embedding_multiplier=100.0,
-        residual_multiplier=share,
-    )
+    config = GraniteConfig(**SIZES, embedding_multiplier=100.0, residual_multiplier=share)
     found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=dtype).eval()))
     assert found[FusedAttention] == found[FusedMLP] == 2
     assert found[FusedLayer] == 0
 
 
-def test_undoing_the_fusion_restores_every_forward(tmp_path: Path) -> None:
-    model = model_of(tmp_path, "llama")
+def test_undoing_the_fusion_restores_every_forward() -> None:
+    model = model_of("llama")
     assert fused(model).parts
     with own_attention(model):
         assert not any(is_fused(module) for module in model.modules())
@@ -166,8 +157,8 @@ def test_undoing_the_fusion_restores_every_forward(tmp_path: Path) -> None:
     assert not any(is_fused(module) for module in model.modules())
 
 
-def test_a_call_with_an_unknown_argument_goes_to_the_module_itself(tmp_path: Path) -> None:
-    model = model_of(tmp_path, "llama")
+def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
+    model = model_of("llama")
     fused(model)
     mlp, norm = model.model.layers[0].mlp, model.model.norm
     with pytest.raises(TypeError):
@@ -176,8 +167,8 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself(tmp_path: Pat
         norm(torch.zeros(1, 1, model.config.hidden_size), scale=2.0)
 
 
-def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path, "llama")
+def test_fused_or_not_the_logits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("llama")
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21, 3)]
     both = []
     for fuses in (True, False):
@@ -193,7 +184,7 @@ def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_share_linear_layers_are_fused_and_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     def sharing(*given: Any, **more: Any) -> nn.Module:
         model: Any = read_weights(*given, **more)
@@ -203,7 +194,7 @@ def test_layers_that_share_linear_layers_are_fused_and_served(
         return model  # type: ignore[no-any-return]
 
     monkeypatch.setattr("rootstock.runtime.torch.runner.read_weights", sharing)
-    path, sequences = save(tmp_path, "llama"), [random_tokens(VOCAB, 20, 1)]
+    path, sequences = saved("llama"), [random_tokens(VOCAB, 20, 1)]
     both = []
     for fuses in (True, False):
         if not fuses:
@@ -216,20 +207,18 @@ def test_layers_that_share_linear_layers_are_fused_and_served(
     assert relative_error(*both) <= (1e-4 if dtype == "float32" else 0.1)
 
 
-def test_a_fused_form_that_fails_the_self_check_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_form_that_fails_the_self_check_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = FusedLayer.rows
     monkeypatch.setattr(FusedLayer, "rows", lambda self, *given: 1.1 * wrong(self, *given))
     monkeypatch.setattr("rootstock.runtime.torch.fusion.find._Fuser._agrees", agrees_to_anything)
-    runtime = load(save(tmp_path, "llama"))
+    runtime = load(saved("llama"))
     assert runtime.description.execution_mode == "packed"
     assert "logit" in runtime.description.mode_reason
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 
 def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = PackedCache.memory_of
 
@@ -238,7 +227,7 @@ def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
         return None if memory is None else (*memory[:2], (memory[2] + 1) % 8)
 
     monkeypatch.setattr(PackedCache, "memory_of", neighbours)
-    runtime = load(save(tmp_path, "llama"))
+    runtime = load(saved("llama"))
     assert runtime.description.execution_mode == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
 
@@ -251,7 +240,7 @@ def agrees_to_anything(self: Any, module: nn.Module, form: Any) -> bool:
     return not (isinstance(form, FusedNorm) and form.weight.mean() > 1.5)
 
 
-def test_without_numba_no_part_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_no_part_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("rootstock.runtime.torch.fusion.find", "rootstock.runtime.torch.fusion.modules")
     for name in [name for name in sys.modules if name in parts]:
         monkeypatch.delitem(sys.modules, name)
@@ -263,13 +252,13 @@ def test_without_numba_no_part_is_fused(tmp_path: Path, monkeypatch: pytest.Monk
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_numba)
-    runtime = load(save(tmp_path, "llama"))
+    runtime = load(saved("llama"))
     assert runtime.description.execution_mode == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "diffllama", "qwen3_next"])
-def test_a_model_without_fused_parts_is_packed(tmp_path: Path, model_type: str) -> None:
+def test_a_model_without_fused_parts_is_packed(model_type: str) -> None:
     """No part is fused in float16. Replacements of the first attempt do not disturb the next."""
-    described = load(save(tmp_path, model_type), "float16").description
+    described = loaded(model_type, "float16").description
     assert (described.execution_mode, described.mode_reason) == ("packed", "")
