@@ -10,10 +10,10 @@ import numpy as np
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.eviction import EvictionPolicy
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.hints import CacheHints
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, walk
+from rootstock.cache.retention.hints import CacheHints
 from rootstock.cache.types import Tokens
 
 NAMESPACE = Namespace("weights", "float32")

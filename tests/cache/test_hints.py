@@ -11,8 +11,8 @@ import pytest
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
 from rootstock.cache.lease import ReleaseReason
+from rootstock.cache.retention.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
 OTHER = Namespace("weights", "float32", salt="other")

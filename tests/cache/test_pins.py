@@ -10,7 +10,7 @@ from cache.test_hints import Clock, fill, kept, make, prompt
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.families import Family
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.pins import MAX_PINS, Pinned, PinRefused
+from rootstock.cache.retention.pins import MAX_PINS, Pinned, PinRefused
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
 OTHER = Namespace("weights", "float32", salt="other")

@@ -10,10 +10,10 @@ from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.families import RecurrentState, SlidingWindow
 from rootstock.cache.keys import Scope
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
-from rootstock.cache.pins import Pinned
 from rootstock.cache.plan import Store
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.radix_node import CheckpointKind
+from rootstock.cache.retention.pins import Pinned
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 

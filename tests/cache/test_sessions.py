@@ -7,9 +7,9 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from cache.test_hints import Clock, fill, make, prompt
-from rootstock.cache.hints import CacheHints, RetentionWish, Verdict
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.sessions import (
+from rootstock.cache.retention.hints import CacheHints, RetentionWish, Verdict
+from rootstock.cache.retention.sessions import (
     FIRST_PAUSE_S,
     LEAST_SESSION_TTL_S,
     MAX_SESSION_TTL_S,
@@ -248,7 +248,7 @@ def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
 @pytest.mark.behaviour(27)
 def test_the_number_of_all_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenants with the oldest requests lose sessions first, also one whose last session has ended."""
-    monkeypatch.setattr("rootstock.cache.sessions.MAX_ALL_SESSIONS", 6)
+    monkeypatch.setattr("rootstock.cache.retention.sessions.MAX_ALL_SESSIONS", 6)
     sessions = SessionTable()
     sessions.begin("ended", "0", 0.0)
     sessions.forget("ended", "0")

@@ -11,7 +11,7 @@ import pytest
 from engine.helpers import Bench, numbers
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.hints import (
+from rootstock.cache.retention.hints import (
     GREATEST_PRIORITY,
     MAX_TTL_S,
     CacheHints,
@@ -19,7 +19,7 @@ from rootstock.cache.hints import (
     RetentionWish,
     Verdict,
 )
-from rootstock.cache.pins import Pinned
+from rootstock.cache.retention.pins import Pinned
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Event,

@@ -14,7 +14,7 @@ import pytest
 from engine.helpers import Client, alone, numbers
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.pins import Pinned
+from rootstock.cache.retention.pins import Pinned
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import EngineConfig
 from rootstock.engine.device_thread import DeviceThread

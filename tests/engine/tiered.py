@@ -183,10 +183,10 @@ class Tiered(Bench):
         """Sets the measured speeds to these alone."""
         self.reader.drain()
         self.connector.follow()
-        self.connector.prefill_speed = PrefillSpeed()
-        self.connector.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
-        self.connector.load_speed = LoadSpeed()
-        self.connector.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)
+        self.connector.load_or_recompute.prefill_speed = PrefillSpeed()
+        self.connector.load_or_recompute.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
+        self.connector.load_or_recompute.load_speed = LoadSpeed()
+        self.connector.load_or_recompute.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)
 
 
 def opened_by(gate: Gate, owner: object, method: str) -> None:

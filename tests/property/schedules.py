@@ -31,10 +31,10 @@ from property.simulated_tier import (
 )
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
-from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.lease import Lease
-from rootstock.cache.pins import Pinned
 from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.pins import Pinned
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig

@@ -23,11 +23,11 @@ from rootstock.cache.families import (
     row_bytes,
     token_families,
 )
-from rootstock.cache.hints import CacheHints, RetentionWish
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
-from rootstock.cache.pins import PinId, Pinned
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, block_table, walk
+from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.pins import PinId, Pinned
 
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]

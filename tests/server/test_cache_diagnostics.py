@@ -308,7 +308,8 @@ def test_tokens_that_are_computed_although_the_disk_has_them_are_a_cause(tmp_pat
         slow, fast = LoadSpeed(), PrefillSpeed()
         slow.observe(1, 1000, 100.0)
         fast.observe([(0, 1000)], 1e-3)
-        connector.load_speed, connector.prefill_speed = slow, fast
+        speeds = connector.load_or_recompute
+        speeds.load_speed, speeds.prefill_speed = slow, fast
         told = api.diagnose(first)
         assert cause(told) == "on_disk"
         assert 0 < told["rootstock"]["missed_tokens"] <= told["rootstock"]["prompt_tokens"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import rootstock.tiers.writer
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
+from rootstock.cache.retention.hints import Keep
 from rootstock.tiers.base import (
     Buffer,
     Entry,

@@ -14,7 +14,7 @@ from rootstock.cache.plan import NOTHING, BlockCopy, Load, Plan, RowPart, StateC
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, Checkpoint, Node, WindowBlocks, block_table, replaced_blocks
-from rootstock.cache.retainer import Retainer
+from rootstock.cache.retention.hint_decisions import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, BlockId, BlockIds, SlotId

@@ -12,13 +12,13 @@ from rootstock.cache.arguments import (
     require_tokens,
 )
 from rootstock.cache.explain import Explanation
-from rootstock.cache.hints import CacheHints
 from rootstock.cache.keys import Namespace
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
-from rootstock.cache.pins import Pinned, PinRefused
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.retention.hints import CacheHints
+from rootstock.cache.retention.pins import Pinned, PinRefused
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.errors import CacheMisuse, shown

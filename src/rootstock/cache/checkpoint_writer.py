@@ -11,7 +11,7 @@ from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import CHANCE, NEAR_TOKENS, Boundary, Checkpoint, CheckpointKind, Node
 from rootstock.cache.resume_point import needed_blocks
-from rootstock.cache.retainer import Retainer
+from rootstock.cache.retention.hint_decisions import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, SlotId

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 from rootstock.cache.radix_node import Node, common_prefix, kept_part
-from rootstock.cache.retention import Grant
+from rootstock.cache.retention.grants import Grant
 from rootstock.cache.types import Tokens
 
 

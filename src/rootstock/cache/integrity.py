@@ -12,7 +12,7 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root
-from rootstock.cache.retention import Level
+from rootstock.cache.retention.grants import Level
 
 
 def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None:

@@ -33,11 +33,9 @@ from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, FoundRetention, explain_match
 from rootstock.cache.families import Family, FullAttention, RecurrentState
-from rootstock.cache.hints import CacheHints, RetainedLimits
 from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
-from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
 from rootstock.cache.plan import NOTHING, Plan, Store, together
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
@@ -49,9 +47,11 @@ from rootstock.cache.radix_node import (
     continuation,
 )
 from rootstock.cache.resume_point import resume_point
-from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
-from rootstock.cache.retention import keep_of
-from rootstock.cache.sessions import SessionTable
+from rootstock.cache.retention.grants import keep_of
+from rootstock.cache.retention.hint_decisions import MOST_SHARES, RETAINED_SHARE, Retainer
+from rootstock.cache.retention.hints import CacheHints, RetainedLimits
+from rootstock.cache.retention.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
+from rootstock.cache.retention.sessions import SessionTable
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit

@@ -9,11 +9,11 @@ from typing import NamedTuple, NewType
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
-from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.plan import Load, Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, WindowBlocks
-from rootstock.cache.retention import Claim
+from rootstock.cache.retention.grants import Claim
+from rootstock.cache.retention.hints import CacheHints, HintOutcome
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity
+from rootstock.cache.retention.hints import Keep
 from rootstock.cache.types import BlockId, BlockIds, SlotId
 
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous

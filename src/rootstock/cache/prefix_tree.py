@@ -40,7 +40,7 @@ from rootstock.cache.radix_node import (
     split,
     walk,
 )
-from rootstock.cache.retention import Grant, RetentionLedger
+from rootstock.cache.retention.grants import Grant, RetentionLedger
 from rootstock.cache.shared_budget import Value
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens

@@ -21,7 +21,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
 from rootstock.cache.keys import Namespace
-from rootstock.cache.retention import Grant
+from rootstock.cache.retention.grants import Grant
 from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
-from rootstock.cache.retention import Level
+from rootstock.cache.retention.grants import Level
 from rootstock.cache.tenants import Tenants
 
 # Orders the entries of all caches as `Rank` orders the eviction queue of one cache. Only the last part differs: it is

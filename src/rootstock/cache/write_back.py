@@ -13,13 +13,13 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.families import ChunkedAttention
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Checkpoint, Node, Root
-from rootstock.cache.retention import keep_of
+from rootstock.cache.retention.grants import keep_of
+from rootstock.cache.retention.hints import Keep
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 

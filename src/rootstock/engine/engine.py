@@ -20,11 +20,11 @@ from typing import TypeVar
 import numpy as np
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
-from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
+from rootstock.cache.retention.hints import RetainedLimits
+from rootstock.cache.retention.pins import PinId, Pinned, PinRefused
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_walk import NodeDetail, TreeWalk

@@ -13,8 +13,8 @@ from typing import Literal, NewType
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.radix_node import Boundary
+from rootstock.cache.retention.hints import CacheHints, HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.errors import RootstockError

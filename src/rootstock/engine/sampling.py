@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.logits_processors import BIAS_LIMIT, Bias, Penalties, restrict
 from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
-from rootstock.text.constraints.progress import AnswerProgress, Banned, Forced, Masked
+from rootstock.text.constraints.progress import AnswerProgress
 
 Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
 Rows = NDArray[np.float32]  # [rows, vocab] logits
@@ -24,7 +25,6 @@ Ids = NDArray[np.intp]
 
 # Dividing by less than this overflows float32. At this temperature only the largest token has any weight.
 _LEAST_TEMPERATURE = 1e-6
-_BIAS_LIMIT = 100.0  # OpenAI: -100 bans a token, 100 selects among the tokens that have it
 _CHUNK = 1024
 _GROUP = 64
 _SCORED_AT_ONCE = 128 * 1024  # logits: their exponentials fit into a core's cache
@@ -61,8 +61,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos = np.array([token for token in eos if 0 <= token < vocab_size], dtype=np.intp)
         self._min_tokens = min_tokens
-        self._bias = _Bias.of(params, vocab_size)
-        self._penalties = _Penalties.of(params, prompt, past, vocab_size)
+        self._bias = Bias.of(params, vocab_size)
+        self._penalties = Penalties.of(params, prompt, past, vocab_size)
         self._sampled = len(past)
         self._draws = None if params.greedy else _draws_from(seed, len(past))
         self._ends = frozenset(self._eos.tolist())
@@ -113,30 +113,14 @@ class Sampler:
         if too_early:
             row[self._eos] = -np.inf
         if self.progress is not None:
-            self._restrict(row, ends, self.progress)
+            restrict(row, self._eos, ends, self.progress)
         return row
 
     def _only_restricted(self, logits: Row, progress: AnswerProgress) -> Row:
         """Returns a copy that is edited by the constraint alone, whose tokens the other bans all forbid."""
         row = logits.copy()
-        self._restrict(row, row[self._eos], progress)
+        restrict(row, self._eos, row[self._eos], progress)
         return row
-
-    def _restrict(self, row: Row, ends: Row, progress: AnswerProgress) -> None:
-        """Bans the tokens that the constraint does not allow. `ends` are the end tokens' logits without bans."""
-        match progress.restriction():
-            case Forced(token):
-                row[:] = -np.inf
-                row[token] = 0.0
-            case Banned(ids):
-                row[ids] = -np.inf
-            case Masked(forbidden, may_end):
-                allowed = row[self._eos]
-                row[forbidden] = -np.inf
-                if may_end:
-                    row[self._eos] = allowed
-                    if row.max() == -np.inf:  # bans of the end do not count where only the end is left
-                        row[self._eos] = ends
 
     def _why_nothing_is_left(self) -> str:
         constraint = "" if self.progress is None else "the request's grammar, "
@@ -147,8 +131,8 @@ def leaves_no_token(params: ResolvedSampling, vocab_size: int, ends: Iterable[in
     """Returns whether `logit_bias`, and `min_tokens` with the end tokens, ban the whole vocabulary."""
     forbidden = {token for token in ends if 0 <= token < vocab_size} if min_tokens > 0 else set()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
-    forbidden |= {token for token, value in bias.items() if value <= -_BIAS_LIMIT}
-    only = {token for token, value in bias.items() if value >= _BIAS_LIMIT}
+    forbidden |= {token for token, value in bias.items() if value <= -BIAS_LIMIT}
+    only = {token for token, value in bias.items() if value >= BIAS_LIMIT}
     return only <= forbidden if only else len(forbidden) >= vocab_size
 
 
@@ -291,85 +275,6 @@ def _draws_from(seed: int, index: int) -> np.random.Philox:
 
 def _uniform(draws: np.random.Philox) -> float:
     return (int(draws.random_raw()) >> 11) * 2.0**-53
-
-
-# ---- logits, edited
-
-
-class _Penalties:
-    """Penalties of one request's tokens.
-
-    Repetition, over prompt and output, divides positive logits and multiplies negative ones (CTRL). Presence and
-    frequency, over the output, are subtracted once and once per occurrence (OpenAI).
-    """
-
-    def __init__(self, params: ResolvedSampling, ids: Ids) -> None:
-        self._repetition = np.float32(params.repetition_penalty)
-        self._presence = np.float32(params.presence_penalty)
-        self._frequency = np.float32(params.frequency_penalty)
-        # The distinct tokens so far, in arrays that double when full: a step needs no Python loop.
-        self._index = {int(token): index for index, token in enumerate(ids)}
-        self._ids = ids
-        self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
-
-    @staticmethod
-    def of(params: ResolvedSampling, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
-        repeats = params.repetition_penalty != 1.0
-        if not repeats and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
-            return None
-        in_prompt = np.unique(prompt) if repeats else np.empty(0, dtype=np.int32)
-        # A prompt may hold ids that have an embedding and no logit.
-        penalties = _Penalties(params, in_prompt[in_prompt < vocab_size].astype(np.intp))
-        for token in past:
-            penalties.count(token)
-        return penalties
-
-    def count(self, token: int) -> None:
-        index = self._index.setdefault(token, len(self._index))
-        if index == len(self._ids):
-            room = max(64, len(self._ids))
-            self._ids = np.concatenate([self._ids, np.zeros(room, dtype=np.intp)])
-            self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
-        self._ids[index] = token
-        self._counts[index] += 1.0
-
-    def apply(self, row: Row) -> None:
-        ids = self._ids[: len(self._index)]
-        counts = self._counts[: len(self._index)]
-        values = row[ids]
-        values = np.where(values > 0, values / self._repetition, values * self._repetition)
-        values -= self._presence * (counts > 0) + self._frequency * counts
-        row[ids] = values
-
-
-@dataclass(frozen=True, slots=True)
-class _Bias:
-    added: tuple[Ids, Row]
-    banned: Ids
-    only: Ids  # if there are any, no other token may be chosen
-
-    @staticmethod
-    def of(params: ResolvedSampling, vocab_size: int) -> _Bias | None:
-        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
-        if not bias:
-            return None
-        ids = np.array(list(bias), dtype=np.intp)
-        values = np.array(list(bias.values()))  # in float32, a value below the limit can become the limit
-        between = np.abs(values) < _BIAS_LIMIT
-        return _Bias(
-            added=(ids[between], values[between].astype(np.float32)),
-            banned=ids[values <= -_BIAS_LIMIT],
-            only=ids[values >= _BIAS_LIMIT],
-        )
-
-    def apply(self, row: Row) -> None:
-        ids, values = self.added
-        row[ids] += values
-        row[self.banned] = -np.inf
-        if self.only.size:
-            allowed = row[self.only]
-            row[:] = -np.inf
-            row[self.only] = allowed
 
 
 # ---- log-probabilities

@@ -9,11 +9,11 @@ from enum import StrEnum
 import numpy as np
 
 from rootstock.cache.explain import Explanation, LoadChoice
-from rootstock.cache.hints import HintOutcome
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
+from rootstock.cache.retention.hints import HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.hints import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.clearing import Clearing

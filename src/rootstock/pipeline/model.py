@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from rootstock.cache.families import FullAttention
-from rootstock.cache.hints import CacheHints
+from rootstock.cache.retention.hints import CacheHints
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.build import Assembly
 from rootstock.engine.clearing import Clearing

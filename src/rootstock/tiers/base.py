@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
+from rootstock.cache.retention.hints import Keep
 
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
 

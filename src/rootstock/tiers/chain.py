@@ -17,8 +17,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
+from rootstock.cache.retention.hints import Keep
 from rootstock.tiers.base import (
     Buffer,
     Entry,

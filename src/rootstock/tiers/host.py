@@ -21,9 +21,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import xxhash
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
+from rootstock.cache.retention.hints import Keep
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,

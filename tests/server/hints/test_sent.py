@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from rootstock.cache.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
+from rootstock.cache.retention.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.formats.anthropic.schema import MessagesRequest

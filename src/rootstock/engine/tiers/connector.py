@@ -1,4 +1,4 @@
-"""The tier connector: stores evicted rows in tiers, loads prefixes from them, and decides which loads are worth it.
+"""The tier connector: stores evicted rows in tiers, and loads prefixes from them.
 
 The engine's thread calls every method. Events of the tier's threads come through a queue and take effect when the
 engine's thread reads it.
@@ -22,9 +22,9 @@ from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
 from rootstock.cache.tier_index import StoredIndex, TierHit
-from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 from rootstock.engine.sequence import Sequence as RequestSequence
-from rootstock.runtime.base import Runtime, Segment
+from rootstock.engine.tiers.load_or_recompute import STALE_S, LoadOrRecompute
+from rootstock.runtime.base import Runtime
 from rootstock.tiers.base import (
     AlreadyStored,
     LoadsOnly,
@@ -48,10 +48,8 @@ from rootstock.units import MIB
 log = logging.getLogger(__name__)
 
 TIER_STATES = ("ready", "loads only", "off")
-MOSTLY_PREFILL = 0.9  # least share of prefill tokens in a forward that is observed
 PROBE_BYTES = 8 * MIB  # read to learn how fast a tier is
 PROBE_RECORDS = 16
-STALE_S = 30.0  # an estimate against loading is checked again after this time
 # A load that takes this many times the predicted time is given up: its request computes instead.
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
 
@@ -176,20 +174,16 @@ class TierConnector:
         self._writer = writer
         self._reader = reader
         self._events = events
-        self._chunk_tokens = chunk_tokens
         self._queue_bytes = queue_bytes  # the writer's
         self._clock = clock
         self._disk = disk
         self._space = space
         self._in_flight: dict[Lease, LoadInFlight] = {}
-        self._measured_at = -STALE_S
         self._probing = False
         self._clear_asked = False
         self.clear_failed = False  # whether records may remain after the last `clear`
-        self._slow_until = -STALE_S  # after an overdue load: no load begins before this time
         self.counters = TierCounters()
-        self.prefill_speed = PrefillSpeed()
-        self.load_speed = LoadSpeed()
+        self.load_or_recompute = LoadOrRecompute(chunk_tokens, clock)
         for entry in tier.entries():
             self._stored.add(entry.identity)
         self._probe()
@@ -267,13 +261,10 @@ class TierConnector:
         hit = self._cache.tier_hit(match)
         if hit is None:
             return None, None
-        load_s = self.load_speed.seconds(hit.records, hit.payload_bytes, self._reader.waiting_bytes)
-        compute_s = self.prefill_speed.seconds(match.length, hit.position, self._chunk_tokens)
-        load = load_s is None or compute_s is None or load_s <= compute_s
-        load = load and self._clock() > self._slow_until
-        if not load and self._clock() - self._measured_at > STALE_S:
+        choice = self.load_or_recompute.choose(match, hit, self._reader.waiting_bytes)
+        if not choice.load and self.load_or_recompute.is_stale:
             self._probe(hit)
-        return hit, LoadChoice(hit.position, hit.records, hit.payload_bytes, load_s, compute_s, load)
+        return hit, choice
 
     def begin(
         self,
@@ -333,9 +324,8 @@ class TierConnector:
         ]
         if found:
             self.counters.loads["overdue"] += len(found)
-            if now > self._slow_until:
+            if self.load_or_recompute.pause():
                 log.warning("Loads take far longer than predicted: requests compute for %.0f s.", STALE_S)
-            self._slow_until = now + STALE_S
         return found
 
     @property
@@ -347,7 +337,7 @@ class TierConnector:
     def end(self, load: LoadInFlight, ended: LoadEnded) -> bool:
         """Places the loaded rows. Returns whether all were loaded; if not, the caller must release the lease."""
         del self._in_flight[load.lease]
-        self._learn(ended)
+        self.load_or_recompute.observe_load(ended)
         for planned, buffers in zip(load.loads[: ended.loaded], load.buffers, strict=False):
             self._runtime.place(planned.part, buffers)
         complete = ended.loaded == len(load.loads)
@@ -386,20 +376,6 @@ class TierConnector:
     def is_in_flight(self, load: LoadInFlight) -> bool:
         return load.lease in self._in_flight
 
-    def observe(self, segments: Sequence[Segment], seconds: float) -> None:
-        """Learns the speed of prefills from a forward."""
-        new = [len(segment.tokens) for segment in segments]
-        prefilled = sum(n for n in new if n > 1)
-        if prefilled >= MOSTLY_PREFILL * sum(new):
-            self.prefill_speed.observe(
-                [(segment.past, n) for segment, n in zip(segments, new, strict=True)], seconds
-            )
-
-    def _learn(self, ended: LoadEnded) -> None:
-        if ended.loaded:
-            self._measured_at = self._clock()
-            self.load_speed.observe(ended.loaded, ended.payload_bytes, ended.seconds)
-
     def _probe(self, hit: TierHit | None = None) -> None:
         """Reads a few records to measure the tier's speed."""
         if self._probing:
@@ -420,7 +396,7 @@ class TierConnector:
         def ended(end: LoadEnded) -> None:
             def learn(stored: StoredIndex) -> None:
                 self._probing = False
-                self._learn(end)
+                self.load_or_recompute.observe_load(end)
                 if end.missed is not None:
                     stored.remove(end.missed)
 
@@ -482,8 +458,8 @@ class TierConnector:
             waiting_store_bytes=self._writer.waiting_bytes,
             waiting_load_bytes=self._reader.waiting_bytes,
             loading=len(self._in_flight),
-            load_bytes_per_s=self.load_speed.bytes_per_s,
-            prefill_tokens_per_s=self.prefill_speed.tokens_per_s_at(0),
+            load_bytes_per_s=self.load_or_recompute.load_speed.bytes_per_s,
+            prefill_tokens_per_s=self.load_or_recompute.prefill_speed.tokens_per_s_at(0),
             counters=deepcopy(self.counters),
             misses={} if disk is None else _by_name(disk.counts.misses),
             refused={} if disk is None else _by_name(disk.counts.refused),

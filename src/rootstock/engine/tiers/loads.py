@@ -65,7 +65,7 @@ class PrefixLoads(Part):
 
     def forwarded(self, forward: Forward) -> None:
         if not forward.only_decodes:
-            self._connector.observe(forward.segments, forward.seconds)
+            self._connector.load_or_recompute.observe_forward(forward.segments, forward.seconds)
 
     def after_step(self) -> None:
         self._connector.follow()

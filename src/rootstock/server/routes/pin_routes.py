@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from rootstock.cache.pins import PinId, Pinned
+from rootstock.cache.retention.pins import PinId, Pinned
 from rootstock.config import ServerConfig
 from rootstock.errors import PinNotFound
 from rootstock.server.access.guard import SentBy, is_operator, refuse_unless

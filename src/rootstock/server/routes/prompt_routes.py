@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 
-from rootstock.cache.pins import PinRefused
+from rootstock.cache.retention.pins import PinRefused
 from rootstock.config import ServerConfig
 from rootstock.errors import IdleWorkFull, InvalidParameter, PinNotGranted, RateLimited
 from rootstock.pipeline.model import ServedModel

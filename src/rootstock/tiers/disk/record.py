@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKind
+from rootstock.cache.retention.hints import Keep
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
 from rootstock.units import MIB

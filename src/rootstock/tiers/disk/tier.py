@@ -29,8 +29,8 @@ from pathlib import Path
 
 import xxhash
 
-from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity, RecordKey
+from rootstock.cache.retention.hints import Keep
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.base import (
     AlreadyStored,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from rootstock.cache.hints import HintOutcome
+from rootstock.cache.retention.hints import HintOutcome
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError

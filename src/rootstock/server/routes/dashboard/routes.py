@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock._version import __version__
 from rootstock.cache.keys import Namespace
-from rootstock.cache.pins import PinRefused
+from rootstock.cache.retention.pins import PinRefused
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import RequestId

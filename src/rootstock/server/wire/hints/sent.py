@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rootstock.cache.hints import (
+from rootstock.cache.retention.hints import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_TTL_S,

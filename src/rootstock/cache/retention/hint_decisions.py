@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rootstock.cache.hints import (
+from rootstock.cache.lease import Lease
+from rootstock.cache.pools import Pools, Rows
+from rootstock.cache.prefix_tree import PrefixTree
+from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.retention.grants import (
+    ENDED_PRIORITY,
+    OVERDRAWN_PRIORITY,
+    Claim,
+    Grant,
+    Level,
+    nearness,
+    strongest,
+)
+from rootstock.cache.retention.hints import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_RETENTIONS,
@@ -20,21 +33,8 @@ from rootstock.cache.hints import (
     RetentionWish,
     Verdict,
 )
-from rootstock.cache.lease import Lease
-from rootstock.cache.pools import Pools, Rows
-from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
-from rootstock.cache.retained import Retained, RetainedOfBudget
-from rootstock.cache.retention import (
-    ENDED_PRIORITY,
-    OVERDRAWN_PRIORITY,
-    Claim,
-    Grant,
-    Level,
-    nearness,
-    strongest,
-)
-from rootstock.cache.sessions import SessionTable
+from rootstock.cache.retention.retained_entries import Retained, RetainedOfBudget
+from rootstock.cache.retention.sessions import SessionTable
 from rootstock.cache.stats import Counters
 from rootstock.cache.tenants import Tenants
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rootstock.cache.hints import Keep
+from rootstock.cache.retention.hints import Keep
 
 # Priorities of grants that cost nothing. They are below all priorities of clients.
 ENDED_PRIORITY = -102  # the private part of a session that has ended

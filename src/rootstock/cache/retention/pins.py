@@ -12,9 +12,9 @@ from typing import NewType
 
 import xxhash
 
-from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Lease
+from rootstock.cache.retention.hints import RetainedLimits
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from rootstock.cache.lease import LeaseId
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, walk
-from rootstock.cache.retention import Grantee, Level
+from rootstock.cache.retention.grants import Grantee, Level
 from rootstock.cache.shared_budget import BudgetShare, RetainingCache, Standing
 from rootstock.cache.stats import Counters
 
