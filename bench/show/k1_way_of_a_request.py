@@ -50,7 +50,9 @@ RICH: Any = {
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="print the functions of the plain chat by file")
-    parser.add_argument("--edges", action="store_true", help="print the plain chat's calls between files by count")
+    parser.add_argument(
+        "--edges", action="store_true", help="print the plain chat's calls between files by count"
+    )
     args = parser.parse_args()
     from rootstock.bench.tiny_model import TinyModelSpec, write_tiny_model
 
