@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from asyncio.selector_events import _SelectorSocketTransport as Transport
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -34,7 +35,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self.functions: dict[tuple[str, str], None] = {}  # (file, name), in the order of first calls
-        self.calls = 0  # from one file to another
+        self.edges: Counter[str] = Counter()  # calls from one file to another, by caller and callee
         self._tracing = threading.Event()
 
     @contextlib.contextmanager
@@ -62,13 +63,14 @@ class Tracer:
         if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
             name = code.co_filename[len(PACKAGE) :]
             self.functions.setdefault((name, code.co_qualname))
-            caller = frame.f_back and frame.f_back.f_code.co_filename
-            if caller and caller.startswith(PACKAGE) and caller != code.co_filename:
-                self.calls += 1
+            by = frame.f_back and frame.f_back.f_code
+            if by and by.co_filename.startswith(PACKAGE) and by.co_filename != code.co_filename:
+                caller = f"{by.co_filename[len(PACKAGE) :]}:{by.co_qualname}"
+                self.edges[f"{caller} -> {name}:{code.co_qualname}"] += 1
 
     def trace(self, ask: Callable[[], bytes]) -> bytes:
         """Calls `ask`, which asks for a chat and returns the answer, and records its way alone."""
-        self.functions, self.calls = {}, 0
+        self.functions, self.edges = {}, Counter()
         self._tracing.set()
         answer = ask()
         self._tracing.clear()
@@ -78,7 +80,7 @@ class Tracer:
 def traced(out: Path, request: Any, *options: str) -> list[dict[str, Any]]:
     """Serves a model and asks for a chat about each subject, after a first one of another text.
 
-    Returns, for each, the functions as (file, name), and the number of calls between files.
+    Returns, for each, the functions as (file, name), and the calls between files by caller and callee.
     """
     subprocess.run(
         [sys.executable, __file__, str(out), json.dumps(request), *options],
@@ -120,7 +122,7 @@ def write_ways(out: Path, url: str, request: Any, tracer: Tracer) -> None:
         time.sleep(1.0)  # the reports of the request before
         text = f"Name the {subject} and tell how large each of them is."
         answered = b"finish_reason" in tracer.trace(lambda text=text: chat(url, request, text))
-        runs.append({"functions": list(tracer.functions), "calls": tracer.calls, "answered": answered})
+        runs.append({"functions": list(tracer.functions), "edges": tracer.edges, "answered": answered})
     out.write_text(json.dumps(runs))
     os.kill(os.getpid(), signal.SIGINT)
 

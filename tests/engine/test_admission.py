@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench
-from rootstock.engine.engine import Engine
+from rootstock.cache.keys import Scope
 from rootstock.engine.request import Finished, Request, ResolvedSampling, Sink, StopParams
-from rootstock.engine.sequence import Sequence, WaitingForPrefix
+from rootstock.engine.sequence import Sequence, SequenceFactory, WaitingForPrefix
 from rootstock.errors import CompletionTooLong, InvalidParameter, PromptTooLong, QueueFull
 
 RNG = np.random.default_rng(11)
@@ -231,14 +231,14 @@ def test_preempted_requests_come_back_in_the_order_of_arrival() -> None:
 def test_a_sequence_is_made_before_the_lock_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt with penalties must not delay other submissions and the engine's health."""
     bench = Bench()
-    engine, own = bench.engine, Engine._sequence
+    engine, own = bench.engine, SequenceFactory.make
     was_free = []
 
-    def watched(self: Engine, request: Request, sink: Sink) -> Sequence:
+    def watched(self: SequenceFactory, request: Request, sink: Sink, scope: Scope, now: float) -> Sequence:
         was_free.append(engine._requests._lock.acquire(blocking=False))
         engine._requests._lock.release()
-        return own(self, request, sink)
+        return own(self, request, sink, scope, now)
 
-    monkeypatch.setattr(Engine, "_sequence", watched)
+    monkeypatch.setattr(SequenceFactory, "make", watched)
     bench.ask([1, 2, 3])
     assert was_free == [True]

@@ -17,8 +17,9 @@ from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Finished, PromptScored, RequestId, StopParams, TokenEvent
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, PoolsLost, StepFailed
-from rootstock.runtime.base import Batch, ExecutionMode
+from rootstock.runtime.base import Batch, ExecutionMode, Logits
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, join, wait_for, wait_until
 
 
@@ -546,20 +547,21 @@ def test_health_reports_a_step_that_hangs() -> None:
         assert "1000 s" in health.detail
 
 
-def test_copies_are_executed_before_the_forward_that_needs_them() -> None:
-    bench = Bench(block_size=8)
+def test_copies_are_executed_before_the_forward_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    apply, forward = bench.runtime.apply, bench.runtime.forward
+    apply, forward = FakeRuntime.apply, FakeRuntime.forward
 
-    def spy_apply(plan: Plan) -> None:
+    def spy_apply(self: FakeRuntime, plan: Plan) -> None:
         order.append("apply")
-        apply(plan)
+        apply(self, plan)
 
-    def spy_forward(batch: Batch) -> object:
+    def spy_forward(self: FakeRuntime, batch: Batch) -> Logits:
         order.append("forward")
-        return forward(batch)
+        return forward(self, batch)
 
-    bench.runtime.apply, bench.runtime.forward = spy_apply, spy_forward
+    monkeypatch.setattr(FakeRuntime, "apply", spy_apply)
+    monkeypatch.setattr(FakeRuntime, "forward", spy_forward)
+    bench = Bench(block_size=8)
     bench.answer(numbers(1, 20), max_tokens=1)
     bench.answer([*numbers(1, 11), 5, 6], max_tokens=1)
     assert order == ["forward", "apply", "forward"]

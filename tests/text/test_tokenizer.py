@@ -91,7 +91,7 @@ def streamed(
     for token in tokens:
         delta = stream.push(int(token))
         deltas.append(delta.text)
-        if delta.stopped_by is not None:
+        if delta.stopped_by:
             assert stream.finish() == ""
             return deltas, delta.stopped_by
     return [*deltas, stream.finish()], None

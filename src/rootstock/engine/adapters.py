@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rootstock.engine.stats import AdapterStats
-from rootstock.errors import AdapterExists, AdapterLimit
+from rootstock.errors import AdapterExists, AdapterLimit, AdapterNotLoaded
 from rootstock.runtime.base import LoadedAdapter
 
 MAX_ADAPTERS = 256
@@ -86,10 +86,12 @@ class AdapterTable:
             self.refuse_taken(adapter.name)
             self._by_name[adapter.name] = adapter
 
-    def remove(self, name: str) -> NamedAdapter | None:
-        """Removes a name. The weights stay until `drop`."""
+    def remove(self, name: str) -> None:
+        """Removes a name. The weights stay until `drop`. Raises AdapterNotLoaded."""
         with self._lock:
-            return self._by_name.pop(name, None)
+            if name not in self._by_name:
+                raise AdapterNotLoaded(name)
+            del self._by_name[name]
 
     @property
     def nameless(self) -> set[str]:

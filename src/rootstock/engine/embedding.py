@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.device_thread import DeviceThread
-from rootstock.engine.stats import Health, why_not_alive
+from rootstock.engine.stats import NEVER, Health, why_not_alive
 from rootstock.errors import EmbeddingsFull, EngineStopped, QueueFull, RootstockError, StepFailed
 from rootstock.runtime.base import Embedder
 from rootstock.units import MIB
@@ -189,7 +189,7 @@ class EmbeddingEngine:
         self._freed_bytes: deque[int] = deque()
         self._running: deque[EmbeddingJob] = deque()  # the next one to begin a forward at the front
         self._counts = EmbeddingStats()
-        self._step_began: float | None = None
+        self._step_began = NEVER
         self._device: DeviceThread | None = None
         self._owns_device = False
 
@@ -272,12 +272,11 @@ class EmbeddingEngine:
 
     def health(self) -> Health:
         """Reports whether the engine works. Does not wait for the engine's thread."""
-        device, began = self._device, self._step_began
-        thread = None if device is None else device.thread
-        working_s = None if began is None else self._clock() - began
-        reason = why_not_alive(self._closed, thread, working_s, "a forward")
+        has_thread = self._device is None or self._device.thread.is_alive()
+        working_s = self._clock() - self._step_began
+        reason = why_not_alive(self._closed, has_thread, working_s, "a forward")
         running, waiting = len(self._running), len(self._waiting)
-        return Health(reason is None, reason or "ok", running, waiting, self._counts.steps)
+        return Health(not reason, reason or "ok", running, waiting, self._counts.steps)
 
     # ---------------------------------------------------------------------- for the thread of the device
 
@@ -326,7 +325,7 @@ class EmbeddingEngine:
         self._step_began = began = self._clock()
         batch = self._next_batch()
         if not batch:  # the requests have been cancelled just now
-            self._step_began = None
+            self._step_began = NEVER
             return True
         inputs = [tokens for _, _, tokens in batch]
         for job, _, _ in batch:
@@ -347,7 +346,7 @@ class EmbeddingEngine:
             self._counts.computed_tokens += sum(map(len, inputs))
             self._take_rows(batch, rows)
         finally:
-            self._step_began = None
+            self._step_began = NEVER
             self._running.rotate(-1)
             self._drop_ended()
         return True

@@ -12,6 +12,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from rootstock.engine.activity import LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
 from rootstock.engine.clearing import CacheClearer, Clearing, ModelNamespaces
 from rootstock.engine.device_thread import DeviceThread
+from rootstock.engine.engine_thread import DeviceTurns, EngineThread, NotStarted, OwnThread
 from rootstock.engine.idle.prefills import IdlePrefill
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.memory_watch import MemoryWatch
@@ -50,10 +52,9 @@ from rootstock.engine.request import (
     StopParams,
 )
 from rootstock.engine.request_table import RequestTable
-from rootstock.engine.sampling import Sampler
-from rootstock.engine.sequence import Sequence
+from rootstock.engine.sequence import Sequence, SequenceFactory
 from rootstock.engine.speculation.proposer import Proposer
-from rootstock.engine.stats import Cleared, EngineStats, Health, why_not_alive
+from rootstock.engine.stats import NEVER, Cleared, EngineStats, Health, why_not_alive
 from rootstock.engine.step import StepRunner
 from rootstock.engine.tiers.connector import TierConnector
 from rootstock.errors import (
@@ -65,8 +66,6 @@ from rootstock.errors import (
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Runtime
 from rootstock.text.constraints.compiler import ConstraintCompiler
-from rootstock.text.constraints.progress import AnswerProgress
-from rootstock.text.detokenizer import Detokenizer
 from rootstock.text.prompts.owner import is_chosen_by_client
 from rootstock.text.tokenizer import ModelTokenizer
 
@@ -96,7 +95,6 @@ class Engine:
         self._runtime = runtime
         self._cache = cache
         self._config = config = config or EngineConfig()
-        self._tokenizer = tokenizer
         self._clock = clock
         self._limits = RequestLimits.of(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
@@ -111,21 +109,22 @@ class Engine:
         self._loading = threading.Lock()  # held while an adapter is loaded: one at a time
         self._has_nameless_adapters = False  # True: requests of unloaded adapters still run
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._seeds = np.random.default_rng(config.seed)
-        self._lock = threading.Lock()  # of _seeds
         self._clearer = CacheClearer(self.call, cache, self.parts, tier_connector)
-        self._thread: threading.Thread | None = None
-        self._device: DeviceThread | None = None  # that owns the thread; None: the engine has its own
+        self._thread: EngineThread = NotStarted(self._end)
         self._wake: Callable[[], None] = lambda: None
         self._finishing = threading.Lock()  # of _finished
         self._finished = False
-        self._step_began: float | None = None
+        self._step_began = NEVER
+        self._sequences = SequenceFactory(tokenizer, self._limits, config.seed)
+        self._at_end = ExitStack()  # closes what is no part
 
         # Compiles the constraints of answers. None: without a tokenizer, tokens have no text.
         self.constraints: ConstraintCompiler | None = None
         if tokenizer is not None:
             eos = self._limits.eos_token_ids
             self.constraints = ConstraintCompiler(tokenizer, self._limits.vocab_size, eos)
+            self._at_end.callback(self.constraints.close)
+        self._at_end.callback(self.steps.close)
         self.tier_connector = tier_connector
         self.public_heads: PublicHeads | None = None  # set before the first request, if there are any
         self._idle = threading.Event()  # set while no request is in the engine
@@ -142,33 +141,24 @@ class Engine:
 
     def start(self, device: DeviceThread | None = None) -> None:
         """Starts the engine on a thread of its own, or on the thread of a device that serves several models."""
-        assert self._thread is None, "an engine is started once"
-        if device is not None:
-            self._device, self._thread, self._wake = device, device.thread, device.wake
+        assert isinstance(self._thread, NotStarted), "an engine is started once"
+        thread: OwnThread | DeviceTurns
+        if device is None:
+            thread = OwnThread(self._run, wake=lambda: self._commands.put(lambda: None))
+        else:
+            self._wake = device.wake
             self.scheduler.share_device(lambda: device.others_decode(self))
-            device.add(self)
-            return
-        self._thread = threading.Thread(target=self._run, name="rootstock-engine", daemon=True)
-        self._thread.start()
+            thread = DeviceTurns(device, self, self._end)
+        self._thread = thread
+        thread.start()
 
     def stop(self) -> None:
         """Ends the thread after the current step. Requests in flight fail with EngineStopped. Idempotent."""
         self._requests.close()
-        device = self._device
-        if device is not None and self._thread is threading.current_thread():
-            device.run_soon(self._end_turns)
-            return
-        if self._thread is None or device is not None:
-            self._end_turns()
-            return
-        self._commands.put(lambda: None)  # wakes the thread if it sleeps
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.stop()
 
-    def _end_turns(self) -> None:
+    def _end(self) -> None:
         """Ends an engine that has no thread of its own."""
-        if self._device is not None:
-            self._device.remove(self)
         self._finish(is_sound=True)
 
     # ---------------------------------------------------------------------------------- for any thread
@@ -224,8 +214,7 @@ class Engine:
 
         Its cached prefixes stay until eviction. Raises AdapterNotLoaded.
         """
-        if self.adapters.remove(name) is None:
-            raise AdapterNotLoaded(name)
+        self.adapters.remove(name)
         self.call(self._drop_nameless_adapters)
 
     def _drop_nameless_adapters(self) -> None:
@@ -261,7 +250,7 @@ class Engine:
         self._limits.refuse_impossible(request)
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
-        sequence = self._sequence(request, sink)
+        sequence = self._sequences.make(request, sink, self.scope_of(request), self._clock())
         self._requests.add(sequence, lambda: self.run_soon(lambda: self._begin(sequence)))
 
     def _refuse_unloaded(self, request: Request) -> None:
@@ -303,40 +292,6 @@ class Engine:
     def wait_until_idle(self, within_s: float) -> bool:
         """Waits until no request is in the engine. Returns False if the time passes before."""
         return self._idle.wait(within_s)
-
-    def _sequence(self, request: Request, sink: Sink) -> Sequence:
-        ends = self._limits.end_tokens(request)
-        seed = request.sampling.seed
-        detokenizer = None
-        if self._tokenizer is not None:
-            detokenizer = Detokenizer(
-                self._tokenizer,
-                request.stop.stop_strings,
-                context=request.tokens,
-                visible=request.visible_tokens,
-            )
-        return Sequence(
-            request=request,
-            sink=sink,
-            scope=self.scope_of(request),
-            max_tokens=self._limits.max_tokens(request),
-            sampler=Sampler(
-                request.sampling,
-                request.tokens,
-                self._limits.vocab_size,
-                self._next_seed() if seed is None else seed,
-                ends,
-                request.stop.min_tokens,
-                progress=None if request.constraint is None else AnswerProgress(request.constraint),
-            ),
-            detokenizer=detokenizer,
-            stop_tokens=frozenset(ends),
-            submitted_at=self._clock(),
-        )
-
-    def _next_seed(self) -> int:
-        with self._lock:
-            return int(self._seeds.integers(2**63))
 
     def call_after_events(self, function: Callable[[], None]) -> None:
         """Registers a function that the engine's thread calls after each group of events, at least once a step.
@@ -381,8 +336,9 @@ class Engine:
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
         """Returns the volatile spans of one salt's prompts, or of all prompts, the costliest first."""
-        namespaces: list[Namespace | None] = [None] if salt is None else [*self.namespaces.of_salt(salt)]
-        found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
+        namespaces = Clearing(salt).namespaces(self.namespaces)
+        volatile = self._cache.volatile
+        found = self.call(lambda: [span for each in namespaces or (None,) for span in volatile.of(each)])
         return sorted(found, key=lambda span: -span.recomputed_tokens)
 
     def stats(self) -> EngineStats:
@@ -463,7 +419,7 @@ class Engine:
 
     def limit_retained(self, limits: RetainedLimits) -> None:
         """Sets how many bytes hints and pins of tenants may keep. Does not wait."""
-        if self._thread is None:
+        if self._thread.is_current:
             self._cache.limit_retained(limits)
         else:
             self.run_soon(lambda: self._cache.limit_retained(limits))
@@ -479,16 +435,15 @@ class Engine:
 
     def health(self) -> Health:
         """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
-        began = self._step_began
-        working_s = None if began is None else self._clock() - began
-        reason = why_not_alive(self._requests.closed, self._thread, working_s, "a step")
+        working_s = self._clock() - self._step_began
+        reason = why_not_alive(self._requests.closed, self._thread.is_alive(), working_s, "a step")
         running = self.scheduler.running
         waiting = max(0, len(self._requests) - running)
-        return Health(reason is None, reason or "ok", running, waiting, self.steps.counters.steps)
+        return Health(not reason, reason or "ok", running, waiting, self.steps.counters.steps)
 
     def call(self, function: Callable[[], T]) -> T:
         """Runs a function on the engine's thread between two steps, and returns its result."""
-        if self._thread is None or self._thread is threading.current_thread():
+        if self._thread.is_current:
             return function()
         if self._requests.closed or not self._thread.is_alive():
             raise EngineStopped()
@@ -521,7 +476,9 @@ class Engine:
         is_sound = False  # stays False after an exception: memory may be half written
         try:
             while not self._requests.closed:
-                if self.scheduler.has_work or not self._commands.empty() or not self.work_idly():
+                if self.scheduler.has_work and not self.steps.is_stalled:
+                    self.step()
+                elif not self._commands.empty() or not self.work_idly():
                     self.step(self.next_command())
             is_sound = True
         finally:
@@ -541,9 +498,7 @@ class Engine:
                 self._idle.set()  # threads that wait for it find the engine stopped
                 self.parts.idle_work.pause()
             finally:
-                self.steps.close()
-                if self.constraints is not None:
-                    self.constraints.close()
+                self._at_end.close()
                 for close in self._hooks.close:
                     close(is_sound=is_sound)
 
@@ -556,13 +511,13 @@ class Engine:
         try:
             for act in self._hooks.before_idle:
                 act()
-            if idle.is_held:
+            if idle.is_held():
                 return False
             self.steps.do_idle_work()
         except Exception as error:
             self.steps.restart(error)
         finally:
-            self._step_began = None
+            self._step_began = NEVER
         return True
 
     # ---------------------------------------------------------------------- turns on a device's thread
@@ -645,7 +600,7 @@ class Engine:
             self.steps.restart(error)
         finally:
             self._requests.notify()
-            self._step_began = None
+            self._step_began = NEVER
             if not self.scheduler.has_work:
                 self._idle.set()
             if self._has_nameless_adapters:

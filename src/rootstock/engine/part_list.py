@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from rootstock.cache.keys import Scope
 from rootstock.cache.kv_cache import KVCache
-from rootstock.cache.plan import Plan, Store
+from rootstock.cache.plan import Plan
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.activity import Activity
@@ -43,16 +43,16 @@ class Owner(Protocol):
 
 
 class PlanExecutor:
-    """Executor of the cache's plans: the tiers store, the runtime does everything else."""
+    """Executor of the cache's plans where there are tiers: the tiers store, the runtime does everything else."""
 
-    def __init__(self, runtime: Runtime, store: Callable[[Sequence[Store]], None]) -> None:
+    def __init__(self, runtime: Runtime, tiers: TierConnector) -> None:
         self._runtime = runtime
-        self._store = store
+        self._tiers = tiers
 
     def apply(self, plan: Plan) -> None:
         """Executes the stores first: the rest of the plan may overwrite their rows."""
         if plan.stores:
-            self._store(plan.stores)
+            self._tiers.store(plan.stores)
         if plan:
             self._runtime.apply(plan)
 
@@ -103,7 +103,7 @@ class EngineParts:
             config.idle_chunk_tokens or config.chunk_tokens * _idle_chunks(described),
             max(1, SCORED_LOGITS_BYTES // (4 * described.vocab_size)),
         )
-        apply = PlanExecutor(runtime, _nothing_to_store if tiers is None else tiers.store).apply
+        apply = runtime.apply if tiers is None else PlanExecutor(runtime, tiers).apply
 
         def distrust(tokens: Tokens, scope: Scope, first: int) -> None:
             cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
@@ -159,7 +159,3 @@ def _idle_chunks(described: ModelDescription) -> int:
     once: a larger chunk takes more memory and saves no time.
     """
     return 1 if described.execution_mode == "one sequence per forward" else 4
-
-
-def _nothing_to_store(stores: Sequence[Store]) -> None:
-    assert not stores, "a cache without tiers plans no stores"

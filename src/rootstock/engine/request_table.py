@@ -28,9 +28,10 @@ class RequestTable:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._live: dict[RequestId, Sequence] = {}
-        self._lock = threading.Lock()  # of _live, _arrivals, _closed and _after_events
+        self._lock = threading.Lock()  # of _live, _arrivals, closed and _after_events
         self._arrivals = 0
-        self._closed = False
+        self.closed = False  # True after `close`: no request is accepted any more
+        self.has_news = False  # events have been emitted since `notify`
 
     def __len__(self) -> int:
         return len(self._live)
@@ -38,10 +39,6 @@ class RequestTable:
     def __contains__(self, request: RequestId) -> bool:
         with self._lock:  # a request that is found here was announced before
             return request in self._live
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def live(self) -> list[Sequence]:
@@ -58,7 +55,7 @@ class RequestTable:
 
     def check(self, request: Request) -> None:
         """Raises EngineStopped, QueueFull or InvalidParameter for a request that cannot be accepted now."""
-        if self._closed:
+        if self.closed:
             raise EngineStopped()
         if len(self._live) >= self._max_batch + self._max_queue:
             raise QueueFull(self._max_batch, self._max_queue)
@@ -79,6 +76,7 @@ class RequestTable:
 
     def end(self, sequence: Sequence, event: Terminal) -> None:
         """Removes a sequence and emits its terminal event."""
+        self.has_news = True
         with self._lock:
             self._live.pop(sequence.request.id, None)
         for note in self._on_end:
@@ -89,6 +87,7 @@ class RequestTable:
         self.end(sequence, Failed(sequence.request.id, error))
 
     def fail_all(self, error: RootstockError) -> None:
+        self.has_news = True
         with self._lock:
             left, self._live = list(self._live.values()), {}
         for sequence in left:
@@ -108,6 +107,7 @@ class RequestTable:
 
     def notify(self) -> None:
         """Calls the registered functions."""
+        self.has_news = False
         for function in self._after_events:
             try:
                 function()
@@ -117,4 +117,4 @@ class RequestTable:
     def close(self) -> None:
         """Accepts no more requests."""
         with self._lock:
-            self._closed = True
+            self.closed = True

@@ -34,6 +34,7 @@ _SCORED_AT_ONCE = 128 * 1024  # logits: their exponentials fit into a core's cac
 class SampledToken:
     token: int
     logprob: TokenLogprob | None
+    completes_answer: bool = False  # the request's grammar allows nothing but the end
 
 
 class Sampler:

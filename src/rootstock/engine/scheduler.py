@@ -260,10 +260,15 @@ class Scheduler:
         sequence is given up instead. Admissions and drafts never preempt.
         """
         step = _Step(now)
-        self._protect_hits_of_queued()  # before an eviction takes them
+        # Before an eviction takes them: the only request is admitted before anything else can evict.
+        is_alone = not self._running and len(self._waiting) == 1
+        if not is_alone:
+            self._protect_hits_of_queued()
         self._schedule_decodes(step)
         self._schedule_prefills(step)
         self._admit(step)
+        if is_alone:
+            self._protect_hits_of_queued()  # for as long as it waits
         step.scheduled = [_up_to_checkpoint(item) for item in step.scheduled]
         self._add_drafts(step)
         return StepPlan(step.scheduled, step.to_load, step.given_up)

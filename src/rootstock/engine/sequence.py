@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -16,11 +17,14 @@ from rootstock.cache.radix_node import HitProtection
 from rootstock.cache.retention.hints import HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
+from rootstock.engine.limits import RequestLimits
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.speculation.draft_cost import AcceptanceRate
 from rootstock.engine.speculation.ngrams import TokenHistory
-from rootstock.text.detokenizer import Detokenizer
+from rootstock.text.constraints.progress import AnswerProgress
+from rootstock.text.detokenizer import Detokenizer, NoText
+from rootstock.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +100,7 @@ class Sequence:
     scope: Scope  # of the prompt: generated tokens are not public
     max_tokens: int
     sampler: Sampler
-    detokenizer: Detokenizer | None
+    detokenizer: Detokenizer | NoText
     stop_tokens: frozenset[int]
     submitted_at: float
     arrival: int = -1  # order of submission, set by the request table: breaks ties
@@ -188,7 +192,7 @@ class Sequence:
 
     def rest_of_text(self) -> str:
         """Returns the text held back so far, now that no token follows. Call it once, at the end."""
-        return "" if self.detokenizer is None else self.detokenizer.finish()
+        return self.detokenizer.finish()
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -244,3 +248,44 @@ class Sequence:
             log.exception(
                 "the answer of request %s could not be remembered", self.request.id, extra=self.log_fields
             )
+
+
+class SequenceFactory:
+    """Maker of the sequences of one engine's requests. Any thread may call it."""
+
+    def __init__(self, tokenizer: ModelTokenizer | None, limits: RequestLimits, seed: int | None) -> None:
+        """Without a tokenizer, tokens have no text. `seed` fixes the seeds of requests that choose none."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._seeds = np.random.default_rng(seed)
+        self._lock = threading.Lock()  # of _seeds
+
+    def make(self, request: Request, sink: Sink, scope: Scope, now: float) -> Sequence:
+        ends = self._limits.end_tokens(request)
+        seed, constraint = request.sampling.seed, request.constraint
+        return Sequence(
+            request=request,
+            sink=sink,
+            scope=scope,
+            max_tokens=self._limits.max_tokens(request),
+            sampler=Sampler(
+                request.sampling,
+                request.tokens,
+                self._limits.vocab_size,
+                self._next_seed() if seed is None else seed,
+                ends,
+                request.stop.min_tokens,
+                progress=None if constraint is None else AnswerProgress(constraint),
+            ),
+            detokenizer=NoText()
+            if self._tokenizer is None
+            else Detokenizer(
+                self._tokenizer, request.stop.stop_strings, request.tokens, request.visible_tokens
+            ),
+            stop_tokens=frozenset(ends),
+            submitted_at=now,
+        )
+
+    def _next_seed(self) -> int:
+        with self._lock:
+            return int(self._seeds.integers(2**63))

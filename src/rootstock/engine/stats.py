@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
@@ -13,6 +13,7 @@ from rootstock.engine.sequence import Phase
 from rootstock.engine.tiers.connector import TierStats
 
 HUNG_AFTER_S = 300.0  # a step that takes longer is reported as not alive
+NEVER = math.inf  # begin of a step that no thread runs now
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,16 @@ class Health:
     steps: int
 
 
-def why_not_alive(
-    closed: bool, thread: threading.Thread | None, working_s: float | None, work: str
-) -> str | None:
-    """Returns why an engine does not work; None: it works. `working_s` is the time since its current step (`work`)
-    began; None: there is none."""
+def why_not_alive(closed: bool, has_thread: bool, working_s: float, work: str) -> str:
+    """Returns why an engine does not work; "": it works. `working_s` is the time since its current step (`work`)
+    began."""
     if closed:
         return "stopped"
-    if thread is not None and not thread.is_alive():
+    if not has_thread:
         return "the engine's thread has died"
-    if working_s is not None and working_s > HUNG_AFTER_S:
+    if working_s > HUNG_AFTER_S:
         return f"{work} has been running for {working_s:.0f} s"
-    return None
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NOTHING, together
+from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.part_list import EngineParts
 from rootstock.engine.parts import Forward
 from rootstock.engine.request import (
@@ -30,6 +32,7 @@ from rootstock.engine.stats import StepCounters
 from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
 from rootstock.text.constraints.masks import MaskWorker
+from rootstock.text.constraints.progress import AnswerProgress
 
 log = logging.getLogger(__name__)
 
@@ -116,20 +119,26 @@ class StepRunner:
             waits = self._scheduler.has_work and not self.is_stalled
             self.is_blocked = waits and self._cache.others_have_requests
             assert plan.given_up or self.is_blocked or not waits, "requests wait and nothing runs"
-            self._apply(self._cache.take_pending_plan())
+            self._execute(self._cache.take_pending_plan())
             return
         self.is_stalled = self.is_blocked = False
-        self._requests.notify()  # passes on earlier events before the forward takes its time
+        if self._requests.has_news:
+            self._requests.notify()  # before the forward takes its time
         # A plan that fails is half executed. Rows of other requests may then be wrong, so the exception goes to
         # `restart`.
-        self._apply(
+        self._execute(
             together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
         )
+        constrained = [
+            progress
+            for item in plan.scheduled
+            if (progress := item.sequence.sampler.progress) is not None and item.computes_last_token
+        ]
         try:
             for act in self._hooks.before_forward:
                 act()
             batch = Batch([item.segment() for item in plan.scheduled])
-            logits = self._forward(plan.scheduled, batch)
+            logits = self._forward(plan.scheduled, batch, constrained)
         except PoolsLost:
             self.counters.failed_steps += 1
             raise  # other sequences' rows are lost, too
@@ -143,45 +152,48 @@ class StepRunner:
                 self._requests.fail(item.sequence, StepFailed(error))
             return
         row = 0
-        results: list[_Result] = []
+        results: list[Logits | _Result] = []
         for item, segment in zip(plan.scheduled, batch.segments, strict=True):
             rows = logits[row : row + segment.logits_to_keep]
-            results.append(_Result(rows) if item.drafts else self._result(item, rows))
+            results.append(rows if item.drafts else self._result(item, rows))
             row += segment.logits_to_keep
-        for item in plan.scheduled:
-            if item.sequence.sampler.progress is not None:
-                item.sequence.sampler.progress.send()
+        for answer in constrained:
+            answer.send()
         for item, result in zip(plan.scheduled, results, strict=True):
-            if item.drafts:
-                self._take_verified(item, result.logits)
+            if isinstance(result, np.ndarray):
+                self._take_verified(item, result)
             else:
                 self._take(item, result)
-        self._apply(self._cache.take_pending_plan())
+        self._execute(self._cache.take_pending_plan())
         for act in self._hooks.after_step:
             act()
+
+    def _execute(self, plan: Plan) -> None:
+        if plan is not NOTHING:
+            self._apply(plan)
 
     def _settle(self) -> None:
         """Executes the cache's pending plan between two steps, for the engine of another model."""
         try:
-            self._apply(self._cache.take_pending_plan())
+            self._execute(self._cache.take_pending_plan())
         except Exception as error:
             self.restart(error)
 
-    def _forward(self, scheduled: list[ScheduledSequence], batch: Batch) -> Logits:
+    def _forward(
+        self, scheduled: list[ScheduledSequence], batch: Batch, constrained: list[AnswerProgress]
+    ) -> Logits:
         now = self._clock()
         for item in scheduled:
             item.sequence.plan = NOTHING  # executed
             if item.sequence.computed_at is None:
                 item.sequence.computed_at = now
-        samplers = [item.sequence.sampler for item in scheduled if item.computes_last_token]
-        masked = [each.progress for each in samplers if each.progress is not None]
-        if masked:
-            self._masks.begin(masked)
+        if constrained:
+            self._masks.begin(constrained)
         began = self._clock()
         try:
             logits = self._runtime.forward(batch)
         finally:
-            if masked:
+            if constrained:
                 self._masks.wait()
         seconds = self._clock() - began
         self.counters.forward_s += seconds
@@ -189,7 +201,7 @@ class StepRunner:
         for act in self._hooks.forwarded:
             act(forward)
         self.counters.steps += 1
-        self.counters.computed_tokens += batch.new_tokens
+        self.counters.computed_tokens += sum(len(item.tokens) for item in scheduled)
         return logits
 
     def _take_verified(self, item: ScheduledSequence, logits: Logits) -> None:
@@ -209,20 +221,21 @@ class StepRunner:
     def _result(self, item: ScheduledSequence, logits: Logits) -> _Result:
         """Scores and samples one sequence. Its grammar takes the token while others are sampled."""
         sequence = item.sequence
-        result = _Result(logits)
         try:
             if not sequence.prompt_scored:
                 self._score(sequence, item.lease.num_computed_tokens, logits)
-            if item.computes_last_token and sequence.max_tokens:
-                result.sampled = sequence.sampler.sample(logits[-1])
+            if not item.computes_last_token:
+                return Incomplete()
+            if sequence.max_tokens:
+                return sequence.sampler.sample(logits[-1])
         except RootstockError as error:
-            result.error = error
+            return error
         except Exception as error:
             log.exception(
                 "request %s failed after its forward", sequence.request.id, extra=sequence.log_fields
             )
-            result.error = StepFailed(error)
-        return result
+            return StepFailed(error)
+        return PromptDone()
 
     def _take(self, item: ScheduledSequence, result: _Result) -> None:
         """Takes the result of one sequence: publishes, and emits events.
@@ -230,22 +243,24 @@ class StepRunner:
         Logits that are not finite come from K/V that are not finite. In this case, and after any other error, no
         computed token of the request is published.
         """
-        sequence, completes, sampled = item.sequence, item.computes_last_token, result.sampled
-        if result.error is None and sampled is not None and sequence.sampler.progress is not None:
+        sequence = item.sequence
+        progress = sequence.sampler.progress
+        if progress is not None and isinstance(result, SampledToken):
             try:
-                sequence.sampler.progress.settle()
+                progress.settle()
+                result = replace(result, completes_answer=progress.is_complete)
             except RootstockError as error:
-                result.error = error
-        if result.error is not None:
-            self._discard(sequence, item.lease, result.error)
+                result = error
+        if isinstance(result, RootstockError):
+            self._discard(sequence, item.lease, result)
             return
         # The plan is executed at once: the commit of another sequence may evict the checkpoint that the plan fills,
         # and reuse its row.
-        self._apply(self._cache.commit(item.lease, item.tokens))
-        if not completes:
+        self._execute(self._cache.commit(item.lease, item.tokens))
+        if isinstance(result, Incomplete):
             return
         try:
-            self._continue(sequence, item.lease, sampled)
+            self._continue(sequence, item.lease, result)
         except Exception as error:
             log.exception(
                 "request %s failed after it was sampled", sequence.request.id, extra=sequence.log_fields
@@ -259,49 +274,46 @@ class StepRunner:
         following = prompt[past + 1 : past + 1 + len(logits)]
         sequence.prompt_scores.append(score_prompt(logits[: len(following)], following, top))
 
-    def _continue(self, sequence: Sequence, lease: Lease, sampled: SampledToken | None) -> None:
+    def _continue(self, sequence: Sequence, lease: Lease, sampled: SampledToken | PromptDone) -> None:
         """Emits the next token of a sequence whose known tokens are all computed, or ends it."""
         if not sequence.prompt_scored:
             sequence.prompt_scored = True
             sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
             sequence.prompt_scores = []
-        if sequence.first_token_at is None:
+        is_first = not sequence.generated
+        if is_first:
             tokens = _prompt_tokens(sequence)
             self.counters.prompts.add(tokens)
             for act in self._hooks.prompt_computed:
                 act(sequence, tokens)
-        if sampled is None:  # the request only scores or caches a prompt
+        if isinstance(sampled, PromptDone):
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return
         self.counters.sampled_tokens += 1
         sequence.generated.append(sampled.token)
         sequence.state = Decoding(lease)
-        if sequence.first_token_at is None:
+        if is_first:
             sequence.first_token_at = self._clock()
             for act in self._hooks.first_token:
                 act(sequence, lease)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, lease, "stop", sampled.token, text=sequence.rest_of_text())
             return
-        text, stop_string = "", None
-        if sequence.detokenizer is not None:
-            delta = sequence.detokenizer.push(sampled.token)
-            text, stop_string = delta.text, delta.stopped_by
+        delta = sequence.detokenizer.push(sampled.token)
         sequence.emit(
             TokenEvent(
                 sequence.request.id,
                 sampled.token,
-                text,
+                delta.text,
                 sampled.logprob,
                 sequence.cached_tokens or 0,
-                sequence.diagnosis if len(sequence.generated) == 1 else None,
-                sequence.hint_outcomes if len(sequence.generated) == 1 else (),
+                sequence.diagnosis if is_first else None,
+                sequence.hint_outcomes if is_first else (),
             )
         )
-        progress = sequence.sampler.progress
-        if stop_string is not None:
-            self._finish(sequence, lease, "stop", stop_string)
-        elif progress is not None and progress.is_complete:
+        if delta.stopped_by:
+            self._finish(sequence, lease, "stop", delta.stopped_by)
+        elif sampled.completes_answer:
             self._finish(sequence, lease, "stop", text=sequence.rest_of_text())
         elif len(sequence.generated) >= sequence.max_tokens:
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
@@ -332,7 +344,7 @@ class StepRunner:
     def do_idle_work(self) -> None:
         """Does a piece of idle work. Call it when there is nothing else to do."""
         self._idle_work.step()
-        self._apply(self._cache.take_pending_plan())
+        self._execute(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
         """Fails every request and empties the cache, after an internal exception or the loss of the pools."""
@@ -344,13 +356,17 @@ class StepRunner:
         self.fail_all(error if isinstance(error, PoolsLost) else EngineFault(error))
 
 
-@dataclass(slots=True)
-class _Result:
-    """The rows of one sequence in a step, and the token that was sampled from the last one."""
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Result of a sequence whose prompt goes on in a later step."""
 
-    logits: Logits
-    sampled: SampledToken | None = None
-    error: RootstockError | None = None
+
+@dataclass(frozen=True, slots=True)
+class PromptDone:
+    """Result of a sequence whose prompt is computed, and only scored or cached."""
+
+
+_Result = SampledToken | Incomplete | PromptDone | RootstockError
 
 
 def _prompt_tokens(sequence: Sequence) -> PromptTokens:

@@ -14,7 +14,7 @@ from rootstock.errors import EngineStopped, QueueFull, RequestError
 Indexed = tuple[int, Event]  # the index of a request in its call, and one of its events
 
 
-class Generation:
+class CallRequests:
     """The requests of a call. Submits them as the engine's queue has room, and keeps track of their ends.
 
     Exactly one thread takes the events. Any thread may call `close`.
@@ -102,9 +102,9 @@ class GenerationEvents:
 
     def __init__(self, engine: Engine, requests: Sequence[Request], prompt_of: Sequence[int]) -> None:
         self._arrived: queue.SimpleQueue[Indexed] = queue.SimpleQueue()
-        self._generation = Generation(engine, requests, prompt_of, self._arrived.put)
+        self._requests = CallRequests(engine, requests, prompt_of, self._arrived.put)
         try:
-            self._generation.submit()
+            self._requests.submit()
         except BaseException:
             self.close()
             raise
@@ -113,23 +113,23 @@ class GenerationEvents:
         return self
 
     def __next__(self) -> Indexed:
-        if self._generation.is_over:
+        if self._requests.is_over:
             raise StopIteration
         try:
             index, event = self._arrived.get()
-            self._generation.note(index, event)
+            self._requests.note(index, event)
             if isinstance(event, Finished):
-                self._generation.submit()
+                self._requests.submit()
         except BaseException:  # KeyboardInterrupt as well
             self.close()
             raise
         return index, event
 
     def close(self) -> None:
-        self._generation.close()
+        self._requests.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_generation"):
+        if hasattr(self, "_requests"):
             self.close()
 
 
@@ -164,14 +164,14 @@ async def events_of(
     another thread, because a sampler with penalties reads the whole prompt.
     """
     inbox = AsyncInbox()
-    generation = Generation(engine, requests, prompt_of, inbox.put)
+    call = CallRequests(engine, requests, prompt_of, inbox.put)
     try:
-        await asyncio.to_thread(generation.submit)
-        while not generation.is_over:
+        await asyncio.to_thread(call.submit)
+        while not call.is_over:
             index, event = await inbox.get()
-            generation.note(index, event)
-            if isinstance(event, Finished) and generation.may_submit:
-                await asyncio.to_thread(generation.submit)
+            call.note(index, event)
+            if isinstance(event, Finished) and call.may_submit:
+                await asyncio.to_thread(call.submit)
             yield index, event
     finally:
-        generation.close()
+        call.close()

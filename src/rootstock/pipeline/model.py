@@ -37,7 +37,7 @@ from rootstock.text.output.reasoning_tokens import CountingParser
 from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
 from rootstock.text.prompts.owner import PromptOwner
-from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
+from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.sampled_answers import AnswerPlace
 from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
 
@@ -239,7 +239,11 @@ class ServedModel:
         if self.rules.refuses_media:
             refuse_media(template.media)
         text = escaped(template, self.tokenizer, parse=self.rules.parse_special_tokens)
-        make = chat_with_boundaries if self.wants_boundaries else chat_with_marks
+        make = chat_prompt
+        if self.wants_boundaries:
+            make = chat_with_boundaries
+        elif text.marks:
+            make = chat_with_marks
         prompt = make(text, self.tokenizer, owner)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), owner)

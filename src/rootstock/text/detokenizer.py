@@ -16,7 +16,17 @@ _WINDOW_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     text: str
-    stopped_by: str | None  # the stop string before which the text ended
+    stopped_by: str = ""  # the stop string before which the text ended; "": it goes on
+
+
+class NoText:
+    """The output of a model without a tokenizer."""
+
+    def push(self, token: int) -> StreamDelta:
+        return StreamDelta("")
+
+    def finish(self) -> str:
+        return ""
 
 
 class Detokenizer:
@@ -56,7 +66,7 @@ class Detokenizer:
         """Returns the text that became certain with `token`. Do not call it after a stop string."""
         assert not self._stopped
         if self._tokenizer.is_hidden(token):
-            return self._until_stop(self._named(token)) if token in self._visible else StreamDelta("", None)
+            return self._until_stop(self._named(token)) if token in self._visible else StreamDelta("")
         self._window.append(token)
         return self._until_stop(self._decode_window())
 
@@ -127,7 +137,7 @@ class Detokenizer:
 
     def _until_stop(self, delta: str) -> StreamDelta:
         if not self._stop_strings:
-            return StreamDelta(delta, None)
+            return StreamDelta(delta)
         text = self._held + delta
         found = [(at + len(stop), at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
         if found:
@@ -137,7 +147,7 @@ class Detokenizer:
             return StreamDelta(text[:at], stop)
         certain = self._first_that_may_begin_a_stop(text)
         self._held = text[certain:]
-        return StreamDelta(text[:certain], None)
+        return StreamDelta(text[:certain])
 
     def _first_that_may_begin_a_stop(self, text: str) -> int:
         for at in range(max(0, len(text) - self._longest_stop + 1), len(text)):

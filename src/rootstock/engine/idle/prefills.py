@@ -114,6 +114,8 @@ class IdlePrefills(Part):
     """The prefills that wait for idle time, and the one that runs. Any thread submits; the engine's thread owns the
     rest. `run_soon` queues a function for that thread."""
 
+    next_poll_s = None  # others bring its work
+
     def __init__(
         self,
         runtime: Runtime,
@@ -205,10 +207,6 @@ class IdlePrefills(Part):
     @property
     def holds_rows(self) -> bool:
         return self._computing is not None or self._loading is not None
-
-    @property
-    def next_poll_s(self) -> None:
-        return None
 
     def restart(self) -> None:
         self._computing = self._loading = None

@@ -44,17 +44,13 @@ class IdleWork:
     def __init__(self, tasks: Sequence[IdleTask], is_held: Callable[[], bool]) -> None:
         """`is_held` tells whether memory is too scarce for work that no request waits for."""
         self._tasks = tuple(tasks)
-        self._is_held = is_held
+        self.is_held = is_held
         self.may_hold_rows = False
-
-    @property
-    def is_held(self) -> bool:
-        return self._is_held()
 
     @property
     def next_turn_s(self) -> float | None:
         """Seconds until it may have work; None: only if others bring some."""
-        if self.is_held and self.has_work:
+        if self.has_work and self.is_held():
             return HELD_RETRY_S
         polls = [task.next_poll_s for task in self._tasks]
         return min((seconds for seconds in polls if seconds is not None), default=None)

@@ -52,6 +52,8 @@ class HitVerifier(Part):
     It draws from the requests' first tokens, does its steps in idle time, and pauses when requests arrive.
     """
 
+    next_poll_s = None  # requests bring its work
+
     def __init__(
         self,
         runtime: Runtime,
@@ -81,10 +83,6 @@ class HitVerifier(Part):
     @property
     def holds_rows(self) -> bool:
         return self._check is not None
-
-    @property
-    def next_poll_s(self) -> None:
-        return None
 
     def first_token(self, sequence: Sequence, lease: Lease) -> None:
         """Draws whether the request's hit is verified."""

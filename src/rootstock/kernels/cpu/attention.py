@@ -25,7 +25,7 @@ from rootstock.kernels.cpu import decode_loops
 from rootstock.kernels.cpu.amx_decode_loops import fit_matrix_units, matrix_loops, scratch_bytes
 from rootstock.kernels.cpu.amx_tiles import TILE_ROWS, are_there
 from rootstock.kernels.cpu.decode_loops import JOB, OF_CALL
-from rootstock.kernels.cpu.threads import run_on_threads
+from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 from rootstock.kernels.quantized_rows import PoolRows, RoundedRows
 from rootstock.kernels.spans import EVERYTHING, Span, readings
 
@@ -336,7 +336,10 @@ class _Runner:
         if layout.most_readers > 1 and self._has_matrix_units_for(query, keys, value_dim):
             loops = matrix_loops()
             self._provide_scratch(layout, threads)
-        run_on_threads(loops, self._job_at, threads)
+        if threads == 1:
+            callable_at(loops)(self._job_at)
+        else:
+            run_on_threads(loops, self._job_at, threads)
 
     def _has_matrix_units_for(self, query: Tensor, keys: Tensor, value_dim: int) -> bool:
         return (

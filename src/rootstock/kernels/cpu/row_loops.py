@@ -34,7 +34,7 @@ from rootstock.kernels.cpu.compiler import (
     pointer_to,
     widen,
 )
-from rootstock.kernels.cpu.threads import run_on_threads
+from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 
 PARALLEL_FROM = 16  # rows
 _AT_ONCE = 4  # rows that a thread claims
@@ -258,6 +258,7 @@ class RowLoops:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._function = _compiled_for(dtype)
+        self._call = callable_at(self._function)
         self._claimed = np.zeros(1, np.int64)
         self._claimed_at = self._claimed.ctypes.data
         job = np.zeros(1, JOB)
@@ -388,7 +389,10 @@ class RowLoops:
             eps,
         )
         self._claimed[0] = 0
-        run_on_threads(self._function, self._job_at, 1 if rows < PARALLEL_FROM else torch.get_num_threads())
+        if rows < PARALLEL_FROM:
+            self._call(self._job_at)
+        else:
+            run_on_threads(self._function, self._job_at, torch.get_num_threads())
 
     def _address_of(self, rows: Tensor | None) -> int:
         if rows is None:

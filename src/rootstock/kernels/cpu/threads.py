@@ -19,6 +19,13 @@ import torch
 Run = Callable[[int, int, int], None]
 
 
+@cache
+def callable_at(function: int) -> Callable[[int], None]:
+    """Returns the C function void (void *) at an address, to be called on the calling thread. It must not raise, and
+    runs without the interpreter's lock."""
+    return _VOID_OF_POINTER(function)
+
+
 def run_on_threads(function: int, argument: int, threads: int) -> None:
     """Calls function(argument) on `threads` threads, which divide the work among themselves. Returns when all are
     done.
@@ -27,7 +34,7 @@ def run_on_threads(function: int, argument: int, threads: int) -> None:
     at a time may call this.
     """
     if threads == 1:
-        _VOID_OF_POINTER(function)(argument)
+        callable_at(function)(argument)
     else:
         _runner()(function, argument, threads)
 
@@ -80,7 +87,7 @@ _VOID_OF_POINTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # releases the GIL d
 
 def _run_on_python_threads(function: int, argument: int, threads: int) -> None:
     """Runs a function on Python's threads, for runtimes without GOMP_parallel: a call takes tens of microseconds."""
-    call = _VOID_OF_POINTER(function)
+    call = callable_at(function)
     others = [_pool(threads - 1).submit(call, argument) for _ in range(threads - 1)]
     call(argument)
     wait(others)

@@ -18,7 +18,8 @@ Quantized weights are in quantized_linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +40,10 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """Returns the function that a call of the layer is, with as little around it as possible."""
+        ...
 
     def unpacked(self) -> Tensor:
         """Returns the weight [out, in] that it multiplies with."""
@@ -86,6 +91,7 @@ class Plain:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self._bias = bias
+        self._multiply = functools.partial(nn.functional.linear, weight=weight, bias=bias)
         self.out_features, self.in_features = weight.shape
 
     @property
@@ -93,7 +99,10 @@ class Plain:
         return nbytes_of(self.weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self._bias)
+        return self._multiply(x)
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self._multiply
 
     def unpacked(self) -> Tensor:
         return self.weight
@@ -116,6 +125,9 @@ class Prepacked:
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
         return product
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
 
     def unpacked(self) -> Tensor:
         """Returns the weight [out, in] in a new tensor, equal bit by bit."""

@@ -7,6 +7,7 @@ on it is faster to dequantize the weights into scratch memory, a tile at a time,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -101,6 +102,9 @@ class Int8:
                 product[:, first:end] = nn.functional.linear(rows, self._widened(first, end))
         return _finished(product, self._bias, x)
 
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
+
     def unpacked(self) -> Tensor:
         return self._widened(0, self.out_features).clone()
 
@@ -152,6 +156,9 @@ class Int4:
                 end = min(first + tile, self.out_features)
                 product[:, first:end] = (rows @ self._widened(first, end))[:, : end - first]
         return _finished(product, self._bias, x)
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
 
     def unpacked(self) -> Tensor:
         return self._widened(0, self.out_features)[:, : self.out_features].T.contiguous()

@@ -180,7 +180,7 @@ def load_model(
     )
     for projection, linear in zip(projections, packing.groups, strict=True):
         if linear is not None:
-            projection.use(linear)
+            projection.use(linear.product())
     _tell_what_was_not_rounded(packing, config.quantize)
     stored = _with_quantized_cache(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":

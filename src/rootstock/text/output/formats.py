@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Literal
 
 from rootstock.text.constraints.asked import ReasoningBounds
@@ -122,7 +123,7 @@ class Harmony:
     """An answer of messages in channels, of gpt-oss: analysis, commentary (which may go to a function) and final."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputFormat:
     name: str
     shape: Marked | Harmony
@@ -136,7 +137,7 @@ class OutputFormat:
         """Returns whether calls are parsed; they need a request's tools, too."""
         return isinstance(self.shape, Harmony) or self.shape.calls is not None
 
-    @property
+    @cached_property
     def has_reasoning(self) -> bool:
         """Returns whether an answer may hold reasoning, or marks that no client sees."""
         return isinstance(self.shape, Harmony) or self.shape.reasoning is not None or bool(self.shape.frame)

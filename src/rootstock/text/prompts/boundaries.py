@@ -25,7 +25,6 @@ from rootstock.text.prompts.prompt_tokenizer import (
     ChatPrompt,
     PlacedMark,
     PromptTokenizer,
-    chat_prompt,
     placed_chat,
 )
 from rootstock.text.prompts.text_alignment import common_chars, common_tokens
@@ -57,9 +56,7 @@ def chat_with_boundaries(
 def chat_with_marks(
     conversation: TemplateInput, tokenizer: PromptTokenizer, owner: PromptOwner
 ) -> ChatPrompt:
-    """Renders and tokenizes like `chat_prompt`, and finds the places of the client's marks, if there are any."""
-    if not conversation.marks:
-        return chat_prompt(conversation, tokenizer, owner)
+    """Renders and tokenizes like `chat_prompt`, and finds the places of the client's marks."""
     prompt, placed = placed_chat(conversation, tokenizer, owner)
     return replace(prompt, marks=_Finder(tokenizer.model_tokenizer, conversation, placed).marks)
 

@@ -56,13 +56,14 @@ class Asker:
 def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: Asker) -> SplicedText:
     """Encodes the pieces of a rendered text, one by one, or several at once from a remembered answer."""
     parts: list[SplicedPart] = []
+    owner, salt = asker.owner.share, asker.owner.salt
     before = xxhash.xxh3_128()  # of the text before the next piece
     sampled = calls = at = 0
     digest = before.digest()
     while at < len(pieces):
         digest = before.digest()
         found: _Splice | None = None
-        for answer in answers.find(asker.owner.share, (asker.owner.salt, digest)):
+        for answer in answers.find(owner, (salt, digest)):
             other = _Alignment(answer, pieces, at, encode, answers.spelling, asker.returned).splice()
             if other is not None and (found is None or other.chars > found.chars):
                 found = other
@@ -77,7 +78,7 @@ def splice(pieces: list[str], encode: Encode, answers: SampledAnswers, asker: As
         before.update(part.text.encode())
         at += count
     last = parts[-1].tokens if parts else NO_TOKENS
-    place = AnswerPlace(answers, asker.owner.share, (asker.owner.salt, digest), last)
+    place = AnswerPlace(answers, owner, (salt, digest), last)
     return SplicedText(tuple(parts), place, sampled, calls)
 
 

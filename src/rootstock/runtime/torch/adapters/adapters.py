@@ -114,7 +114,7 @@ class TorchAdapters:
             if not adapted.deltas:
                 self._restore(module, adapted)
         for projection in self.served.fusion.projections:
-            packed = projection.packed
+            packed = projection.multiply
             if isinstance(packed, AdaptedProjection) and not any(map(_is_adapted, projection.linears)):
                 projection.use(packed.own)
 
@@ -168,8 +168,8 @@ class TorchAdapters:
     def _adapt_projections(self) -> None:
         """Adapts the products of several layers, which fused code calls instead of the layers."""
         for projection in self.served.fusion.projections:
-            packed = projection.packed
-            if packed is None or isinstance(packed, AdaptedProjection):
+            packed = projection.multiply
+            if not projection.is_packed or isinstance(packed, AdaptedProjection):
                 continue
             if any(map(_is_adapted, projection.linears)):
                 projection.use(AdaptedProjection(packed, self.rows, projection.linears))

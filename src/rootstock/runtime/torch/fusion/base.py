@@ -47,6 +47,19 @@ class Fused:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Product of linear layers that are called one by one."""
+
+    linears: Sequence[nn.Linear]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if len(self.linears) == 1:
+            alone: Tensor = self.linears[0](rows)
+            return alone
+        return torch.cat([linear(rows) for linear in self.linears], -1)
+
+
 class Projection:
     """Projection by linear layers that read the same rows: [rows, in] → [rows, the sum of their widths]
 
@@ -55,24 +68,16 @@ class Projection:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
-        self._packed: Callable[[Tensor], Tensor] | None = None
+        self.multiply: Callable[[Tensor], Tensor] = OneByOne(self.linears)
 
     def use(self, packed: Callable[[Tensor], Tensor]) -> None:
         """Replaces the layers by `packed`, which computes all of them: contiguous rows, outputs side by side."""
-        self._packed = packed
+        self.multiply = packed
 
     @property
-    def packed(self) -> Callable[[Tensor], Tensor] | None:
-        """The product of all layers; None: they are called one by one."""
-        return self._packed
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self._packed(rows)
-        if len(self.linears) == 1:
-            alone: Tensor = self.linears[0](rows)
-            return alone
-        return torch.cat([linear(rows) for linear in self.linears], -1)
+    def is_packed(self) -> bool:
+        """True if one product computes all layers."""
+        return not isinstance(self.multiply, OneByOne)
 
 
 @dataclass(frozen=True, slots=True)

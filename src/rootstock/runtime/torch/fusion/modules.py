@@ -86,8 +86,8 @@ class FusedMLP(Fused):
     def rows(self, rows: Tensor) -> Tensor:
         """Computes rows [rows, hidden] → [rows, hidden]."""
         gated = self.loops.scratch("gated", len(rows), self.width)
-        self.gate(self.gate_up(rows), gated)
-        return self.down(gated)
+        self.gate(self.gate_up.multiply(rows), gated)
+        return self.down.multiply(gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class FusedAttention(Fused):
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
         """Computes rows [tokens, hidden] → [tokens, hidden]. `rotation`: the result of the method of this name."""
         tokens, heads = len(rows), self.heads
-        projected = self.inputs(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
+        projected = self.inputs.multiply(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
         query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
         key = self.loops.scratch("key", tokens, heads.kv * heads.dim)
         query, key = query.view(tokens, heads.queries, heads.dim), key.view(tokens, heads.kv, heads.dim)
@@ -143,7 +143,7 @@ class FusedAttention(Fused):
             projected, self.query_norm, self.key_norm, self.eps, rotation, query, key, pool
         )
         attended = step.attend(self.index, query, key, value, self.scores, is_kept=pool is not None)
-        return self.output(attended.reshape(tokens, -1))
+        return self.output.multiply(attended.reshape(tokens, -1))
 
 
 @dataclass(frozen=True, slots=True)
