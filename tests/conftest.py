@@ -3,14 +3,18 @@ where Triton is installed and there is no CUDA device. Temporary directories in 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import importlib.util
 import logging
 import os
 import shutil
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers  # noqa: F401  (before a command for MLX imports it without torch, in the same process)
@@ -91,6 +95,57 @@ def really_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gc, "unfreeze", _unfreeze)
     yield
     _freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_validator_of_each_type() -> Iterator[None]:
+    """Makes the validators of each answer and parameter once. FastAPI makes them anew for each application, in four
+    fifths of the time of a server's start."""
+    from fastapi import routing
+    from fastapi._compat import v2
+    from pydantic import TypeAdapter
+
+    made: dict[tuple[Any, str], TypeAdapter[Any]] = {}
+
+    def adapter(annotated: Any, config: Any) -> TypeAdapter[Any]:
+        key = (annotated.__origin__, repr((annotated.__metadata__, config)))
+        return made.get(key) or made.setdefault(key, TypeAdapter(annotated, config=config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v2, "TypeAdapter", adapter)
+        patch.setattr(routing, "create_model_field", functools.cache(routing.create_model_field))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_list_of_authorities() -> Iterator[None]:
+    """Reads the certificates of the authorities once: each client of httpx would."""
+    from httpx._transports import default
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_command_line() -> Iterator[None]:
+    """Makes the command line from its declarations once: that takes ten times as long as reading arguments by it."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_that_end_soon() -> Iterator[None]:
+    """Lets uvicorn look every hundredth of a second whether to end, and not every tenth: the tests end hundreds."""
+    import uvicorn.server
+
+    sooner = vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", types.SimpleNamespace(**sooner))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

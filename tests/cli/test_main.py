@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from cli.running import Process, Run, get, refusal, run_process
 from rootstock import __version__
-from waiting import HANG_S, join, wait_for
+from waiting import HANG_S
 
 DISK_OPTIONS = ("--kv-budget", "1MiB", "--disk-budget", "64MiB", "--disk-dir")
 Start = Callable[..., Process]
@@ -129,32 +128,6 @@ def test_log_lines_and_messages_are_json_if_they_should_be(start: Start) -> None
     [access] = [line for line in lines if line["logger"] == "rootstock.access"]
     assert (access["request_id"], access["route"], access["status"]) == ("mine", "/v1/completions", 200)
     assert "secret" not in err
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
-    start: Start, sent: signal.Signals
-) -> None:
-    one = start("--kv-budget", "1MiB", "--drain-timeout", "0s")
-    events: list[str] = []
-    started = threading.Event()
-
-    def read() -> None:
-        body = {"prompt": "on and on", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=HANG_S) as response:
-            for line in response.iter_lines():
-                events.append(line)
-                started.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    wait_for(started)
-    returncode, _, err = one.stop(sent)
-    join(reader)
-    assert returncode == 0, err
-    assert "Traceback" not in err
-    last = [event for event in events if event][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
 
 
 def test_a_server_that_is_started_again_on_its_directory_finds_its_prefixes(

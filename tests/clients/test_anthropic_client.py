@@ -10,19 +10,16 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig
-from rootstock.engine.build import assemble
+from rootstock.config import ServerConfig
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.app import create_app
 from rootstock.server.formats.anthropic import routes
 from rootstock.server.formats.anthropic.calls import messages_call
 from rootstock.server.formats.anthropic.schema import MessagesRequest
-from rootstock.server.http.listen import running
 from rootstock.server.wire.sender import Sender
-from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
-from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta
 from server.anthropic.streams import call
+from server.conftest import served_by_oracle
 from waiting import HANG_S
 
 pytest.importorskip("anthropic.types")  # not "anthropic": the folder of other tests has this name
@@ -36,11 +33,8 @@ GREEDY = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    runtime = FakeRuntime(PADDED_LOGITS, 4096, eos_token_ids=(ByteTokenizer.END,))
-    made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
-    app = create_app(made, ServerConfig(api_key=KEY, aliases=()))
-    with made.engine, running(app, made.engine) as url:
-        yield url
+    with served_by_oracle(server=ServerConfig(api_key=KEY, aliases=())) as served:
+        yield served.url
 
 
 @pytest.fixture

@@ -9,12 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig
-from rootstock.engine.build import assemble
-from rootstock.server.app import create_app
-from rootstock.server.http.listen import running
-from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
-from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.config import ServerConfig
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from server.conftest import served_by_oracle
 from waiting import HANG_S
 
 KEY = "sk-test"
@@ -23,11 +20,8 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    runtime = FakeRuntime(PADDED_LOGITS, 4096, eos_token_ids=(ByteTokenizer.END,))
-    made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
-    app = create_app(made, ServerConfig(api_key=KEY, aliases=()))
-    with made.engine, running(app, made.engine) as url:
-        yield f"{url}/v1"
+    with served_by_oracle(server=ServerConfig(api_key=KEY, aliases=())) as served:
+        yield f"{served.url}/v1"
 
 
 @pytest.fixture

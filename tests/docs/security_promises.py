@@ -83,7 +83,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "each sender that has the key and names no tenant is the operator": (
         f"{ACCESS}::test_stats_explain_and_clearing_everything_require_the_admin_key",
         f"{ACCESS}::test_a_sender_that_names_a_tenant_gets_no_information_about_all",
-        f"{ACCESS}::test_health_without_the_key_has_no_counts",
+        "server/test_errors.py::test_every_route_but_health_requires_the_api_key",
     ),
     "removes the prefixes cached under exactly that salt": (
         f"{ACCESS}::test_a_tenant_clears_its_own_salt_only",
@@ -117,7 +117,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "`explain` shows no more than that": (
         f"{ACCESS}::test_explain_does_not_reveal_other_clients_texts",
-        f"{ACCESS}::test_explain_reveals_cached_tokens_by_the_operators_option",
+        "server/test_openai_api.py::test_explain_names_the_divergence_in_tokens_and_in_text",
     ),
     "which leaves `explain` to the operator": (
         "server/test_explainer.py::test_explanations_require_the_admin_key_if_there_is_one",

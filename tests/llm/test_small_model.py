@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rootstock import LLM, SamplingParams
@@ -70,20 +67,6 @@ def test_a_stop_string_across_tokens_ends_the_answer(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == stopped.text
 
 
-def test_several_answers_with_logprobs_share_one_prompt(llm: LLM) -> None:
-    llm.clear_cache()
-    before = llm.stats().counters.computed_tokens
-    params = SamplingParams(n=4, seed=3, temperature=1.0, max_tokens=8, logprobs=3)
-    (output,) = llm.generate(PROMPTS[0], params)
-    assert len({answer.token_ids for answer in output.outputs}) > 1
-    computed = llm.stats().counters.computed_tokens - before
-    assert computed < 2 * output.prompt_tokens + 4 * 8, "each answer computed the prompt"
-    for answer in output.outputs:
-        assert answer.logprobs is not None
-        assert [scored.token for scored in answer.logprobs] == list(answer.token_ids)
-        assert all(np.isfinite(scored.logprob) and len(scored.top) == 3 for scored in answer.logprobs)
-
-
 def test_a_chat_finds_its_own_earlier_turns(llm: LLM) -> None:
     messages = [{"role": "system", "content": SHARED}, {"role": "user", "content": "Which shelf is full?"}]
     (first,) = llm.chat(messages, GREEDY)
@@ -98,10 +81,3 @@ def test_a_chat_finds_its_own_earlier_turns(llm: LLM) -> None:
 def test_a_missing_model_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ModelPathNotFound):
         LLM(str(tmp_path / "missing"))
-
-
-def test_python_m_rootstock_is_the_command_line() -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "rootstock", "--version"], capture_output=True, text=True, check=True
-    )
-    assert told.stdout.startswith("rootstock ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from rootstock.cache.families import Family, row_bytes
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.runtime.base import Batch
@@ -24,6 +25,7 @@ from rootstock.server.app import create_app
 from rootstock.server.http.connection import HttpLimits
 from rootstock.server.http.drain import Drain
 from rootstock.server.http.listen import running
+from rootstock.server.observe.tracing import Tracing
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.text.tokenizer import ModelTokenizer
@@ -40,6 +42,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from checkpoints import save_served  # imports torch, which most tests here do not need
 
     return save_served(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
 def user(text: str) -> list[Json]:
@@ -130,6 +138,8 @@ def served_by_oracle(
     limits: HttpLimits | None = None,
     reuse: bool = True,
     drain: Drain | None = None,
+    tier: TierConfig | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Served]:
     tokenizer = tokenizer or ByteTokenizer()
     runtime = FakeRuntime(
@@ -141,11 +151,12 @@ def served_by_oracle(
         tokenizer,
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
+        tier,
     )
     if isinstance(fault, Held):
         fault.engine = made.engine
     server = server or ServerConfig(aliases=())
-    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server, drain)
+    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server, drain, tracing=tracing)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,
@@ -159,6 +170,23 @@ def served() -> Iterator[Served]:
     with served_by_oracle() as one:
         yield one
         one.settled()
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Served]]:
+    """Serves with a file of keys, `tmp_path / "keys"`, of this text."""
+
+    def serve(
+        text: str,
+        engine: EngineConfig | None = None,
+        fault: Callable[[Batch], None] | None = None,
+        **server: Any,
+    ) -> contextlib.AbstractContextManager[Served]:
+        (tmp_path / "keys").write_text(text)
+        config = ServerConfig(api_keys=tmp_path / "keys", **server)
+        return served_by_oracle(engine, config, fault=fault)
+
+    return serve
 
 
 @pytest.fixture

@@ -103,10 +103,8 @@ def test_a_wrong_value_is_named_by_its_place_and_not_shown(tmp_path: Path, wrong
     assert "secret" not in refused.value.message
 
 
-def test_roles_decide_what_a_key_may_do(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(RULES)
-    with serve(server=ServerConfig(api_keys=file)) as served:
+def test_roles_decide_what_a_key_may_do(keyed: Any) -> None:
+    with keyed(RULES) as served:
 
         def asked(path: str, value: str) -> str | None:
             return code(served.client.get(path, headers=key(value)))
@@ -129,11 +127,10 @@ def test_roles_decide_what_a_key_may_do(serve: Any, tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_used_at_once_and_a_broken_one_is_not(
-    serve: Any, tmp_path: Path, caplog: Any
+    keyed: Any, tmp_path: Path, caplog: Any
 ) -> None:
     file = tmp_path / "keys"
-    file.write_text("old a\nstays b\n")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+    with keyed("old a\nstays b\n") as served:
 
         def asked(value: str) -> str | None:
             return code(served.client.get("/v1/models", headers=key(value)))
@@ -198,18 +195,16 @@ def test_a_tenant_uses_the_models_of_its_list_only(serve: Any, tmp_path: Path) -
             assert code(found) == "model_not_allowed", "a refusal does not tell which models exist"
 
 
-def test_a_tenant_without_any_model_has_an_empty_list(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {models: []}}")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+def test_a_tenant_without_any_model_has_an_empty_list(keyed: Any) -> None:
+    with keyed("keys: [{key: k, tenant: a}]\ntenants: {a: {models: []}}") as served:
         listed = served.client.get("/v1/models", headers=key("k")).json()
         assert (listed["data"], listed["first_id"]) == ([], None)
 
 
-def test_warming_takes_the_tokens_that_it_computes(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 100}}")
-    with serve(EngineConfig(idle_work=True), ServerConfig(api_keys=file)) as served:
+def test_warming_takes_the_tokens_that_it_computes(keyed: Any) -> None:
+    with keyed(
+        "keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 100}}", EngineConfig(idle_work=True)
+    ) as served:
 
         def warmed(**body: Any) -> Any:
             return served.client.post("/v1/cache/warm", json=body, headers=key("k"))
@@ -220,12 +215,10 @@ def test_warming_takes_the_tokens_that_it_computes(serve: Any, tmp_path: Path) -
         assert states == ["refused"]
 
 
-def test_refusals_by_the_guard_are_counted(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(
+def test_refusals_by_the_guard_are_counted(keyed: Any) -> None:
+    with keyed(
         "keys: [{key: k, tenant: a}, {key: scraper, role: metrics}]\ndefault: {requests_per_minute: 1}"
-    )
-    with serve(server=ServerConfig(api_keys=file)) as served:
+    ) as served:
         for _ in range(3):
             served.client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=key("k"))
         assert code(served.client.get("/v1/models")) == "invalid_api_key"
@@ -234,20 +227,17 @@ def test_refusals_by_the_guard_are_counted(serve: Any, tmp_path: Path) -> None:
         assert served.metric("rootstock_errors_total", route="none", code="invalid_api_key") == 1
 
 
-def test_a_key_for_metrics_sees_tenants_there_and_is_unknown_elsewhere(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}, {key: scraper, role: metrics}]")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+def test_a_key_for_metrics_sees_tenants_there_and_is_unknown_elsewhere(keyed: Any) -> None:
+    with keyed("keys: [{key: k, tenant: a}, {key: scraper, role: metrics}]") as served:
         served.client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=key("k"))
         assert 'tenant="a"' in served.client.get("/metrics", headers=key("scraper")).text
         assert served.client.get("/dashboard/session", headers=key("scraper")).json()["login"] is True
         assert "running" not in served.client.get("/health", headers=key("scraper")).json()
 
 
-def test_retained_bytes_reach_the_cache_and_change_with_the_file(serve: Any, tmp_path: Path) -> None:
+def test_retained_bytes_reach_the_cache_and_change_with_the_file(keyed: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text(RULES)
-    with serve(server=ServerConfig(api_keys=file)) as served:
+    with keyed(RULES) as served:
         engine = served.assembly.engine
 
         def limits() -> list[int]:

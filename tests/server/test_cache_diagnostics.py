@@ -12,17 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from rootstock.cache.families import row_bytes
-from rootstock.config import CacheConfig, ServerConfig, TierConfig
-from rootstock.engine.build import assemble
+from rootstock.config import ServerConfig, TierConfig
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
-from rootstock.server.app import create_app
-from rootstock.server.http.listen import running
-from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
-from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
+from rootstock.testing.fake_runtime import FULL, STATE
 from server.anthropic.streams import events_in, message_of
 from server.responses.events import checked, parsed
-from waiting import HANG_S, wait_until
+from waiting import wait_until
 
 Json = dict[str, Any]
 RULES = "You are a helpful assistant of a small library, which has many books about trees."
@@ -293,18 +288,16 @@ def test_a_cache_that_is_off_is_a_cause(serve: Any, name: str) -> None:
 
 
 @each_api
-def test_tokens_that_are_computed_although_the_disk_has_them_are_a_cause(tmp_path: Path, name: str) -> None:
-    runtime = FakeRuntime(PADDED_LOGITS, 300, eos_token_ids=(ByteTokenizer.END,))
-    cache = CacheConfig(block_size=8, budget_bytes=40 * row_bytes(FULL, 8))
-    made = assemble(runtime, ByteTokenizer(), cache, None, TierConfig(tmp_path / "tier"))
-    app = create_app(made)
-    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
-        api = APIS[name](client)
+def test_tokens_that_are_computed_although_the_disk_has_them_are_a_cause(
+    serve: Any, tmp_path: Path, name: str
+) -> None:
+    with serve(blocks=40, context_limit=300, tier=TierConfig(tmp_path / "tier")) as served:
+        api = APIS[name](served.client)
         first = api.ask()
-        client.post("/v1/completions", json={"prompt": "x" * 250, "max_tokens": 1})
-        connector = made.engine.tier_connector
-        assert connector is not None
-        wait_until(lambda: made.engine.stats().tier.stored_records > 0)  # type: ignore[union-attr]
+        served.complete("x" * 250, max_tokens=1)
+        engine = served.assembly.engine
+        connector = engine.tier_connector
+        wait_until(lambda: engine.stats().tier.stored_records > 0)
         slow, fast = LoadSpeed(), PrefillSpeed()
         slow.observe(1, 1000, 100.0)
         fast.observe([(0, 1000)], 1e-3)

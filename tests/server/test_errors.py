@@ -396,7 +396,8 @@ def test_every_route_but_health_requires_the_api_key(serve: Any) -> None:
             assert refused.headers["x-should-retry"] == "false"
         for path in ("/v1/models", "/v1/cache/stats", "/metrics", "/openapi.json", "/nothing"):
             assert served.client.get(path).status_code == 401
-        assert served.client.get("/health").status_code == 200
+        health = served.client.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "ok", "alive": True, "detail": "ok"})
         known = {"Authorization": "Bearer s3cret"}
         assert served.client.get("/v1/models", headers=known).status_code == 200
 

@@ -50,8 +50,9 @@ def shape_of(value: Any) -> tuple[int, int, int]:
 
 @given(value=values, ascii=st.booleans(), slice_bytes=st.integers(1, 9))
 def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool, slice_bytes: int) -> None:
-    body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_BODY_DEPTH
     depth, count, objects = shape_of(value)
+    # A body of fewer than two characters for each level of depth is not looked at.
+    body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * depth
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_bodies, "_SLICE_BYTES", slice_bytes)
         figures = {"MAX_BODY_DEPTH": depth, "MAX_BODY_VALUES": count, "MAX_BODY_OBJECTS": objects}

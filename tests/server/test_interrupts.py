@@ -62,18 +62,14 @@ def interrupted(
     [
         # while the command line is imported
         ("import=rootstock.cli.main", signal.SIGINT),
-        ("import=typer", signal.SIGINT),
         ("import=numpy", signal.SIGINT),
         ("import=numpy", signal.SIGTERM),
-        ("import=rootstock.engine.build", signal.SIGINT),
         # in the command, before and while the model is loaded
         ("import=rootstock.server.http.listen", signal.SIGINT),
         ("import=torch", signal.SIGINT),
-        ("import=rootstock.runtime.torch.runner", signal.SIGINT),
         ("open=model.safetensors", signal.SIGINT),
         ("open=model.safetensors", signal.SIGTERM),
         # when it is loaded
-        ("import=rootstock.server.app", signal.SIGINT),
         ("import=rootstock.server.app", signal.SIGTERM),
     ],
 )

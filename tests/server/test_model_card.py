@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,12 +93,6 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
     ):
         assert line in out.splitlines()
     assert re.search(r"^answers +a chat of \d+ tokens with \d+: ['\"]", out, re.MULTILINE)
-
-
-@pytest.fixture
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint, to be damaged."""
-    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
 def without_tokenizer(copy: Path) -> list[str]:

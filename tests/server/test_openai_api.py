@@ -6,21 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from rootstock.cache.families import row_bytes
-from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
-from rootstock.engine.build import assemble
+from rootstock.config import EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.server.app import create_app
-from rootstock.server.http.listen import running
 from rootstock.testing.byte_tokenizer import PADDED_LOGITS, ByteTokenizer
-from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
 from server.conftest import GREEDY, assert_error, user
-from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
 
@@ -439,19 +432,15 @@ def test_explain_of_whole_prompts_and_of_unknown_ones_changes_no_stats(serve: An
         assert served.assembly.engine.stats().cache == before
 
 
-def test_stats_keep_the_keys_of_counters(tmp_path: Path) -> None:
+def test_stats_keep_the_keys_of_counters(serve: Any, tmp_path: Path) -> None:
     """`asdict` would turn Counter(loaded=2) into a Counter of its items: {"loaded,2": 1}."""
-    runtime = FakeRuntime(PADDED_LOGITS, 4096)
-    config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
-    made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
-    app = create_app(made)
-    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
-        connector = made.engine.tier_connector
+    with serve(tier=TierConfig(tmp_path / "tier"), blocks=200) as served:
+        connector = served.assembly.engine.tier_connector
         assert connector is not None
         connector.counters.loads["loaded"] += 2777
         connector.counters.choices["load"] += 3
         connector.counters.stores_refused[Refusal.QUEUE_FULL] += 4
-        counters = client.get("/v1/cache/stats").json()["tier"]["counters"]
+        counters = served.client.get("/v1/cache/stats").json()["tier"]["counters"]
     assert counters["loads"] == {"loaded": 2777}
     assert counters["choices"] == {"load": 3}
     assert counters["stores_refused"] == {"queue_full": 4}
@@ -512,8 +501,3 @@ def test_any_valid_name_is_accepted_unless_aliases_are_given(serve: Any) -> None
             headers={"Content-Type": "application/json"},
         )
         assert_error(half, 400, "invalid_parameter", param="model")
-
-
-def test_the_openapi_schema_is_published(served: Any) -> None:
-    paths = served.client.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/cache/explain"} <= set(paths)

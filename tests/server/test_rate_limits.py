@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rootstock.config import ServerConfig
 from rootstock.errors import RateLimited
 from rootstock.server.access import guard as access
 from rootstock.server.access.rate_limits import Bucket, Meter, RateLimiter, duration
@@ -137,11 +135,9 @@ def test_durations_are_written_as_openai_writes_them() -> None:
     ]
 
 
-def test_every_route_with_a_body_is_limited(serve: Any, tmp_path: Path) -> None:
+def test_every_route_with_a_body_is_limited(keyed: Any) -> None:
     """A new route is limited wherever its path begins. Only probes and the dashboard are not."""
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {requests_per_minute: 1}}")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+    with keyed("keys: [{key: k, tenant: a}]\ntenants: {a: {requests_per_minute: 1}}") as served:
         paths = [path for path, methods in served.app.openapi()["paths"].items() if "post" in methods]
         assert {"/tokenize", "/detokenize", "/v1/responses/compact", "/ping"} <= set(paths)
         for path in ["/v1/models/x", *paths]:
@@ -154,13 +150,11 @@ def test_every_route_with_a_body_is_limited(serve: Any, tmp_path: Path) -> None:
                 assert answer.status_code == 429, path
 
 
-def test_each_api_tells_of_limits_in_its_own_form(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(
+def test_each_api_tells_of_limits_in_its_own_form(keyed: Any) -> None:
+    with keyed(
         "keys: [{key: k1, tenant: a}, {key: k2, tenant: a}, {key: free, tenant: b}]\n"
         "tenants: {a: {requests_per_minute: 2, tokens_per_minute: 100000}}"
-    )
-    with serve(server=ServerConfig(api_keys=file)) as served:
+    ) as served:
 
         def asked(value: str, path: str = COMPLETIONS, **body: Any) -> Any:
             body = body or {"prompt": "once", "max_tokens": 3, "ignore_eos": True}
@@ -190,10 +184,8 @@ def test_each_api_tells_of_limits_in_its_own_form(serve: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_tokens_of_answers_count_as_they_come(serve: Any, tmp_path: Path, stream: bool) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 60}}")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+def test_the_tokens_of_answers_count_as_they_come(keyed: Any, stream: bool) -> None:
+    with keyed("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 60}}") as served:
         body = {
             "prompt": "once upon",
             "max_tokens": 70,
@@ -208,12 +200,8 @@ def test_the_tokens_of_answers_count_as_they_come(serve: Any, tmp_path: Path, st
         assert refused.headers["retry-after"] == "20"  # 9 + 70 tokens of 60, and one more
 
 
-def test_a_prompt_beyond_the_rest_of_the_minute_is_refused_before_it_is_computed(
-    serve: Any, tmp_path: Path
-) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 60}}")
-    with serve(server=ServerConfig(api_keys=file)) as served:
+def test_a_prompt_beyond_the_rest_of_the_minute_is_refused_before_it_is_computed(keyed: Any) -> None:
+    with keyed("keys: [{key: k, tenant: a}]\ntenants: {a: {tokens_per_minute: 60}}") as served:
         body = {"prompt": "x" * 40, "max_tokens": 0}
         statuses = [
             served.client.post(COMPLETIONS, json=body, headers=key("k")).status_code for _ in range(2)
@@ -222,11 +210,11 @@ def test_a_prompt_beyond_the_rest_of_the_minute_is_refused_before_it_is_computed
         assert served.assembly.engine.stats().cache.admissions == 1
 
 
-def test_requests_in_progress_hold_their_place_until_they_end(serve: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys: [{key: k, tenant: a}]\ndefault: {max_concurrency: 1}")
+def test_requests_in_progress_hold_their_place_until_they_end(keyed: Any) -> None:
     held = Held()
-    with serve(server=ServerConfig(api_keys=file, api_key="proxy"), fault=held) as served:
+    with keyed(
+        "keys: [{key: k, tenant: a}]\ndefault: {max_concurrency: 1}", fault=held, api_key="proxy"
+    ) as served:
         body = {"prompt": "once", "max_tokens": 3, "stream": True}
         with served.client.stream("POST", COMPLETIONS, json=body, headers=key("k")):
             refused = served.client.post(COMPLETIONS, json=body, headers=key("k"))

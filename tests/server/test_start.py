@@ -32,12 +32,6 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint, to be damaged."""
-    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-
-
-@pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Serves a model, and returns the line of the refusal. Fails if weights were read before."""
 

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -20,9 +19,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from rootstock.config import ServerConfig
-from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.server.app import create_app
-from rootstock.server.http.listen import running
 from rootstock.server.observe.tracing import Tracing, open_tracing
 from rootstock.server.request_info import RequestInfo
 from server.conftest import served_by_oracle, user
@@ -35,11 +31,8 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 def traced() -> Iterator[tuple[str, InMemorySpanExporter]]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with served_by_oracle() as served:
-        made = replace(served.assembly, defaults=SamplingDefaults())
-        app = create_app(made, ServerConfig(), tracing=Tracing(provider))
-        with running(app, served.assembly.engine) as url:
-            yield url, exporter
+    with served_by_oracle(server=ServerConfig(), tracing=Tracing(provider)) as served:
+        yield served.url, exporter
 
 
 def spans(exporter: InMemorySpanExporter, requests: int = 1) -> dict[str, ReadableSpan]:

@@ -20,7 +20,7 @@ from server.conftest import user
 from server.responses.scripted import scripted_server
 from server.test_embeddings import serving
 from server.test_tracing import spans, traced
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 Json = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -323,12 +323,15 @@ def test_requests_have_log_lines_and_metrics(served: Any, caplog: pytest.LogCapt
         count: float = served.metric("rootstock_requests_total", route="/api/chat", outcome="ok")
         return count
 
+    def lines() -> list[Any]:
+        fields = [record.fields for record in caplog.records if record.name == ACCESS_LOGGER]
+        return [line for line in fields if line["route"] == "/api/chat"]
+
     before = counted()
     with caplog.at_level(logging.INFO, ACCESS_LOGGER):
         served.client.post("/api/chat", json={"messages": user("Hi"), **GREEDY_OPTIONS})
-        served.settled()
-    lines = [record.fields for record in caplog.records if record.name == ACCESS_LOGGER]
-    [line] = [line for line in lines if line["route"] == "/api/chat"]
+        wait_until(lines)  # the answer comes before its line
+    [line] = lines()
     assert line["model"] == "fake"
     assert line["prompt_tokens"] > line["cached_tokens"]
     assert counted() == before + 1

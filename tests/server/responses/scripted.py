@@ -112,6 +112,7 @@ class ScriptedRuntime(FakeRuntime):
     def __init__(self, script: Callable[[str], str], context_limit: int) -> None:
         super().__init__(PADDED_LOGITS, context_limit, eos_token_ids=(ByteTokenizer.END,))
         self.script = script
+        self._answers: dict[tuple[int, ...], list[int]] = {}  # to the prompts of the running requests
 
     def forward(self, batch: Batch) -> Logits:
         logits = super().forward(batch)
@@ -130,14 +131,18 @@ class ScriptedRuntime(FakeRuntime):
         if ASSISTANT not in tokens:
             return ByteTokenizer.END
         at = len(tokens) - tokens[::-1].index(ASSISTANT)
-        prompt = "".join(
-            ByteTokenizer.SPECIAL[token - 256] if token >= 256 else chr(token) for token in tokens[:at]
-        )
-        answer = [*self.script(prompt.encode("latin-1").decode()).encode(), ByteTokenizer.END]
+        prompt = tuple(tokens[:at])
+        if len(tokens) == at or prompt not in self._answers:
+            self._answers[prompt] = self._answer_to(prompt)
+        answer = self._answers[prompt]
         token = answer[len(tokens) - at] if len(tokens) - at < len(answer) else ByteTokenizer.END
         if token == ord("\f"):
             raise RuntimeError("the script fails here")
         return token
+
+    def _answer_to(self, prompt: tuple[int, ...]) -> list[int]:
+        text = "".join(ByteTokenizer.SPECIAL[token - 256] if token >= 256 else chr(token) for token in prompt)
+        return [*self.script(text.encode("latin-1").decode()).encode(), ByteTokenizer.END]
 
 
 @contextlib.contextmanager

@@ -279,7 +279,7 @@ def test_the_text_of_seals_is_bounded_while_they_are_opened(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: Json = {"include": ["reasoning.encrypted_content"]}
-    reasoning, _ = created(client, input=f"say:<think>{'why ' * 1_000}</think>x", **fields)["output"]
+    reasoning, _ = created(client, input=f"say:<think>{'why ' * 300}</think>x", **fields)["output"]
     opened: list[str] = []
     unseal = Sealer.open
 
@@ -291,7 +291,7 @@ def test_the_text_of_seals_is_bounded_while_they_are_opened(
     sealed = {"type": "reasoning", "summary": [], **_only(reasoning, "encrypted_content")}
     refused = client.post(PATH, json={"input": [{"role": "user", "content": "x"}, *[sealed] * 1_000]})
     assert_error(refused, 400, "context_length_exceeded")
-    assert len(opened) < 100
+    assert len(opened) < 200
 
 
 def test_a_huge_or_forged_seal_is_left_out(client: httpx.Client) -> None:
