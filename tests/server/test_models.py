@@ -32,8 +32,9 @@ from rootstock.errors import InvalidOption, MemoryLacks, ModelTooLarge, ModelUna
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.http.listen import running
+from rootstock.server.models import model_slots
 from rootstock.server.models.model_slots import AwaitedModel
-from rootstock.server.models.registry import ModelRegistry, model_slots
+from rootstock.server.models.registry import ModelRegistry
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.disk.tier import DiskTier
