@@ -51,7 +51,7 @@ from rootstock.server.routes.dashboard.feed import Feed
 from rootstock.server.routes.dashboard.views import Names, Texts, View
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
-from rootstock.text.prompts.owner import salt_of
+from rootstock.text.prompts.tenant_salt import salt_of
 
 SHOW = "H1"
 NODES = 100_000

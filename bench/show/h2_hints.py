@@ -35,7 +35,7 @@ from common import argument_parser, at_most, conclude
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.retention.hints import GREATEST_PRIORITY, MAX_TTL_S, CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import GREATEST_PRIORITY, MAX_TTL_S, CacheHints, RetentionWish
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (

@@ -19,8 +19,8 @@ import numpy as np
 
 from engine.helpers import Bench
 from rootstock.engine.request import ResolvedSampling, StopParams
-from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
+from rootstock.text.prompts.tenant_salt import ANYBODY
 from rootstock.text.prompts.text_alignment import shared
 from text.prompts.chat_tokenizers import template_of
 from text.prompts.test_splicing import TOOLS, VISIBLE, hf_tokenizer, id_of, own_tokens, token_of

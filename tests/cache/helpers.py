@@ -13,7 +13,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, walk
-from rootstock.cache.retention.hints import CacheHints
+from rootstock.cache.retention.hint_types import CacheHints
 from rootstock.cache.types import Tokens
 
 NAMESPACE = Namespace("weights", "float32")

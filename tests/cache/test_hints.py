@@ -12,7 +12,7 @@ from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefi
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.retention.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
 OTHER = Namespace("weights", "float32", salt="other")
@@ -466,7 +466,7 @@ def test_the_heaps_of_the_ledger_drop_stale_entries() -> None:
     for _ in range(2000):
         clock.now += 1
         run(cache, prompt(1), hints=kept(300.0))
-    assert len(cache.tree.ledger._expiry) < 200
+    assert len(cache.tree.ledger.expiry._heap) < 200
     assert all(len(account.heap) < 200 for account in cache.tree.ledger._accounts.values())
 
 

@@ -8,7 +8,7 @@ import pytest
 from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
 from cache.test_hints import Clock, fill, make, prompt
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.retention.hints import CacheHints, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import CacheHints, RetentionWish, Verdict
 from rootstock.cache.retention.sessions import (
     FIRST_PAUSE_S,
     LEAST_SESSION_TTL_S,

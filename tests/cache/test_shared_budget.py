@@ -14,7 +14,7 @@ from cache.test_hints import Clock, kept
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
-from rootstock.cache.retention.hints import HintOutcome, RetainedLimits, Verdict
+from rootstock.cache.retention.hint_types import HintOutcome, RetainedLimits, Verdict
 from rootstock.cache.retention.pins import Pinned, PinRefused
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.errors import BudgetTooSmall

@@ -10,7 +10,7 @@ import pytest
 from rootstock.cache import KVCache
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, ReleaseReason
-from rootstock.cache.tree_walk import TreeWalk
+from rootstock.cache.tree_snapshot import TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE
 

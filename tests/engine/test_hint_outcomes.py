@@ -11,7 +11,7 @@ import pytest
 from engine.helpers import Bench, numbers
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.retention.hints import (
+from rootstock.cache.retention.hint_types import (
     GREATEST_PRIORITY,
     MAX_TTL_S,
     CacheHints,

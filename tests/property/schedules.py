@@ -33,7 +33,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.lease import Lease
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.cache.retention.pins import Pinned
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens

@@ -11,7 +11,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Identity, RecordKey, RecordKind
 from rootstock.cache.lease import Match
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.cache.tier_index import TierHit
 from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.engine.tiers.connector import TierConnector, TierEvents

@@ -26,7 +26,7 @@ from rootstock.cache.families import (
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, block_table, walk
-from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.cache.retention.pins import PinId, Pinned
 
 ALPHABET = 3  # few tokens, so that prefixes meet often

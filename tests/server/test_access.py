@@ -10,7 +10,7 @@ import pytest
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from rootstock.text.prompts.owner import is_chosen_by_client, salt_of
+from rootstock.text.prompts.tenant_salt import is_chosen_by_client, salt_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STATS, CLEAR, EXPLAIN = "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/explain"

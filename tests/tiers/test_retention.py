@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rootstock.cache.keys import Identity
-from rootstock.cache.retention.hints import MAX_TTL_S, Keep
+from rootstock.cache.retention.hint_types import MAX_TTL_S, Keep
 from rootstock.tiers.base import Loaded, Record, Stored, Tier
 from rootstock.tiers.chain import TierChain
 from rootstock.tiers.disk.index import INDEX_NAME

@@ -11,7 +11,7 @@ import pytest
 
 import rootstock.tiers.writer
 from rootstock.cache.keys import Identity, RecordKey
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.tiers.base import (
     Buffer,
     Entry,

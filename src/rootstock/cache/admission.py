@@ -9,8 +9,9 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.checkpoint_writer import CheckpointWriter
+from rootstock.cache.copy_on_write import copies_on_write
 from rootstock.cache.lease import Admitted, BlockTable, Deferred, Lease, LeaseId, Match
-from rootstock.cache.plan import NOTHING, BlockCopy, Load, Plan, RowPart, StateCopy
+from rootstock.cache.plan import NOTHING, Load, Plan, RowPart, StateCopy
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, Checkpoint, Node, WindowBlocks, block_table, replaced_blocks
@@ -18,6 +19,7 @@ from rootstock.cache.retention.hint_decisions import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, BlockId, BlockIds, SlotId
+from rootstock.cache.window_release import release_behind_windows
 
 
 class _Hit(NamedTuple):
@@ -286,25 +288,17 @@ class Admission:
 
     def _first_plan(self, lease: Lease, hit: _Hit, new_blocks: int) -> Plan:
         """Allocates the prompt's blocks and working state. Plans to copy the shared part of a block and the state."""
-        pools, filled = self._pools, hit.length % self._size
+        pools = self._pools
         new = pools.full.pool.allocate(new_blocks, lease.full.last)
         lease.full.grow(new)
-        copies = []
-        if hit.copied is not None and pools.full.table >= 0:
-            copies.append(BlockCopy(hit.copied, BlockId(int(new[0])), filled, pools.full.table))
-        for window, table, source in zip(pools.windows, lease.windows, lease.copy_sources, strict=True):
-            if source is not None:
-                target = window.pool.allocate(1, table.last)
-                table.grow(target)
-                source_id, target_id = BlockId(int(source.ids[0])), BlockId(int(target[0]))
-                copies.append(BlockCopy(source_id, target_id, filled, window.table))
+        copies = copies_on_write(pools, lease, hit.copied, new, hit.length % self._size)
         self._counters.copied_blocks += len(copies)
         states: tuple[StateCopy, ...] = ()
         if pools.states is not None:
             lease.slot = SlotId(int(pools.states.pool.allocate(1)[0]))
             if lease.resumed_from is not None:
                 states = (StateCopy(lease.resumed_from.slot, lease.slot),)
-        return Plan(copies=tuple(copies), states=states) if copies or states else NOTHING
+        return Plan(copies=copies, states=states) if copies or states else NOTHING
 
     def _loads(self, lease: Lease, tier_hit: TierHit) -> tuple[Load, ...]:
         """Gives the lease the window blocks that are to be loaded; maps each record to its row."""
@@ -334,8 +328,8 @@ class Admission:
     def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions. See `KVCache.extend`."""
         pools = self._pools
-        if lease.windows:
-            self._release_behind_windows(lease)
+        if lease.windows and release_behind_windows(pools, lease):
+            self._tree.version += 1
         blocks = self._blocks(lease.num_computed_tokens + new_tokens)
         full = max(0, blocks - lease.full.length)
         windows = tuple([max(0, blocks - table.length) for table in lease.windows])
@@ -375,11 +369,3 @@ class Admission:
         if not gained:
             return False
         return self._pools.can_allocate(rows, Rows(-gained, (0,) * len(rows.windows)))
-
-    def _release_behind_windows(self, lease: Lease) -> None:
-        for window, table in zip(self._pools.windows, lease.windows, strict=True):
-            first_needed = window.family.first_visible(lease.num_computed_tokens) // self._size
-            released = table.release_before(first_needed)
-            if len(released):
-                window.pool.unuse(released)
-                self._tree.version += 1

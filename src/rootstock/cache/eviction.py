@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-from rootstock.cache.radix_node import Node, common_prefix, kept_part
+from rootstock.cache.longest_match import common_prefix
+from rootstock.cache.radix_node import Node, kept_part
 from rootstock.cache.retention.grants import Grant
 from rootstock.cache.types import Tokens
 

@@ -36,20 +36,15 @@ from rootstock.cache.families import Family, FullAttention, RecurrentState
 from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
+from rootstock.cache.longest_match import common_prefix, continuation
 from rootstock.cache.plan import NOTHING, Plan, Store, together
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import (
-    Boundary,
-    HitProtection,
-    Node,
-    common_prefix,
-    continuation,
-)
+from rootstock.cache.radix_node import Boundary, HitProtection, Node
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retention.grants import keep_of
 from rootstock.cache.retention.hint_decisions import MOST_SHARES, RETAINED_SHARE, Retainer
-from rootstock.cache.retention.hints import CacheHints, RetainedLimits
+from rootstock.cache.retention.hint_types import CacheHints, RetainedLimits
 from rootstock.cache.retention.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
 from rootstock.cache.retention.sessions import SessionTable
 from rootstock.cache.shared_budget import BudgetShare

@@ -13,7 +13,7 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.plan import Load, Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, WindowBlocks
 from rootstock.cache.retention.grants import Claim
-from rootstock.cache.retention.hints import CacheHints, HintOutcome
+from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)

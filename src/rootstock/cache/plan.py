@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.keys import Identity
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.cache.types import BlockId, BlockIds, SlotId
 
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous

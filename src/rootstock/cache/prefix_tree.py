@@ -24,6 +24,7 @@ from rootstock.cache.eviction import (
 )
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
+from rootstock.cache.longest_match import common_prefix, descend
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
     CHANCE_WHEN_UNASKED,
@@ -34,13 +35,12 @@ from rootstock.cache.radix_node import (
     Node,
     Root,
     below,
-    common_prefix,
-    descend,
     kept_part,
     split,
     walk,
 )
-from rootstock.cache.retention.grants import Grant, RetentionLedger
+from rootstock.cache.retention.accounts import RetentionLedger
+from rootstock.cache.retention.grants import Grant
 from rootstock.cache.shared_budget import Value
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
@@ -695,7 +695,7 @@ class PrefixTree:
 
     def expire_grants(self) -> None:
         """Takes away the grants that have expired: these entries have their ordinary rank again."""
-        for entry in self.ledger.expired(self._clock()):
+        for entry in self.ledger.expiry.expired(self._clock()):
             assert isinstance(entry, Node | Checkpoint)
             if entry.grant is not None and entry.grant.is_charged:
                 self.counters.expired_grants += 1

@@ -7,8 +7,6 @@ path from the root, a deeper node's block therefore replaces its ancestor's bloc
 
 Nodes do not own blocks of windows and chunks (`windows`). Checkpoints and running requests own them; a node has weak
 references, which are void as soon as the last owner has released the block.
-
-Walking compares NumPy arrays at memory speed and costs O(tokens), never O(cached tokens).
 """
 
 from __future__ import annotations
@@ -360,16 +358,6 @@ class HitProtection:
         self.nodes.append(node)
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Counts the leading tokens that are equal."""
-    length = min(len(a), len(b))
-    if length == 0:
-        return 0
-    differs = a[:length] != b[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
-
-
 def kept_part(tokens: Tokens) -> Tokens:
     """Returns a part of a node's tokens to keep: the view itself if its array is at most twice as long, else a
     copy.
@@ -378,44 +366,6 @@ def kept_part(tokens: Tokens) -> Tokens:
     """
     whole = tokens.base
     return tokens if whole is None or 2 * tokens.nbytes >= whole.nbytes else tokens.copy()
-
-
-def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
-    """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
-
-    The position lies in (node.start, node.end], or is the root's.
-    """
-    node, position, length = root, root.end, len(tokens)
-    while position < length:
-        child = node.children.get(int(tokens[position]))
-        if child is None:
-            break
-        node = child
-        position += common_prefix(child.tokens, tokens[position:])
-        if position < child.end:
-            break
-    return node, position
-
-
-def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
-    """Finds the tokens that follow `tokens` in the tree, below the end of `node`: up to `most` tokens of the branch
-    that was used last; empty if there are none."""
-    passed = 0
-    while passed < len(tokens):
-        child = node.children.get(int(tokens[passed]))
-        if child is None:
-            return NO_TOKENS
-        agreed = common_prefix(child.tokens, tokens[passed:])
-        passed += agreed
-        if agreed < len(child.tokens):
-            return child.tokens[agreed : agreed + most] if passed == len(tokens) else NO_TOKENS
-        node = child
-    parts: list[Tokens] = []
-    while most > 0 and node.children:
-        node = max(node.children.values(), key=lambda child: child.last_used)
-        parts.append(node.tokens[:most])
-        most -= len(parts[-1])
-    return np.concatenate(parts) if parts else NO_TOKENS
 
 
 def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
+from rootstock.cache.active_tenants import Tenants
 from rootstock.cache.retention.grants import Level
-from rootstock.cache.tenants import Tenants
 
 # Orders the entries of all caches as `Rank` orders the eviction queue of one cache. Only the last part differs: it is
 # the logarithm of the seconds that a byte saves.

@@ -24,7 +24,7 @@ from rootstock.cache.families import (
     token_families,
 )
 from rootstock.cache.keys import Identity, Namespace, RecordKey, RecordKind, Scope
-from rootstock.cache.radix_node import common_prefix
+from rootstock.cache.longest_match import common_prefix
 from rootstock.cache.types import Tokens
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from rootstock.cache.keys import Namespace
-from rootstock.cache.radix_node import Node, common_prefix
+from rootstock.cache.longest_match import common_prefix
+from rootstock.cache.radix_node import Node
 from rootstock.cache.types import Tokens
 
 MAX_SPAN = 64  # tokens: an id, a date or a path has up to about 40

@@ -19,7 +19,7 @@ from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.retention.grants import keep_of
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 

@@ -24,11 +24,11 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.public_heads import PublicHeads
-from rootstock.cache.retention.hints import RetainedLimits
+from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.cache.retention.pins import PinId, Pinned, PinRefused
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import PoolUsage
-from rootstock.cache.tree_walk import NodeDetail, TreeWalk
+from rootstock.cache.tree_snapshot import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
@@ -66,7 +66,7 @@ from rootstock.errors import (
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Runtime
 from rootstock.text.constraints.compiler import ConstraintCompiler
-from rootstock.text.prompts.owner import is_chosen_by_client
+from rootstock.text.prompts.tenant_salt import is_chosen_by_client
 from rootstock.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.radix_node import Boundary
-from rootstock.cache.retention.hints import CacheHints, HintOutcome
+from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.errors import RootstockError

@@ -14,7 +14,7 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
-from rootstock.cache.retention.hints import HintOutcome
+from rootstock.cache.retention.hint_types import HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.limits import RequestLimits

@@ -31,7 +31,7 @@ from rootstock.engine.speculation.acceptance import accepted_rows
 from rootstock.engine.stats import StepCounters
 from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
-from rootstock.text.constraints.masks import MaskWorker
+from rootstock.text.constraints.mask_worker import MaskWorker
 from rootstock.text.constraints.progress import AnswerProgress
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.clearing import Clearing
@@ -49,8 +49,8 @@ from rootstock.text.constraints.openai_fields import constraint_of
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import refuse_unread_variables
 from rootstock.text.prompts.explained import explained_in_words
-from rootstock.text.prompts.owner import PromptOwner, salt_of
 from rootstock.text.prompts.prompt_tokenizer import text_tokens
+from rootstock.text.prompts.tenant_salt import PromptOwner, salt_of
 from rootstock.text.tokenizer import ModelTokenizer
 
 S = TypeVar("S")

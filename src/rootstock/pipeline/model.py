@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from rootstock.cache.families import FullAttention
-from rootstock.cache.retention.hints import CacheHints
+from rootstock.cache.retention.hint_types import CacheHints
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.build import Assembly
 from rootstock.engine.clearing import Clearing
@@ -36,9 +36,9 @@ from rootstock.text.output.parser import OutputParser
 from rootstock.text.output.reasoning_tokens import CountingParser
 from rootstock.text.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.text.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.sampled_answers import AnswerPlace
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from rootstock.text.tokenizer import ModelTokenizer, text_with_special_tokens
 
 _PROMPT_END_TOKENS = 64  # in which the parser looks for the opening of reasoning

@@ -15,8 +15,8 @@ from rootstock.errors import RootstockError
 from rootstock.text.conversation.types import Conversation
 from rootstock.text.output.deltas import DeltaParser, answer_of
 from rootstock.text.prompts.next_turn import known_prefixes
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 log = logging.getLogger(__name__)
 

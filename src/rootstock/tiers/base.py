@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.keys import Identity, RecordKey
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 
 from rootstock.cache.keys import Identity, RecordKey
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.tiers.base import (
     Buffer,
     Entry,

@@ -23,7 +23,7 @@ import xxhash
 
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,

@@ -21,7 +21,7 @@ from rootstock.engine.tiers.build import stored_index
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
-from rootstock.text.prompts.owner import salt_of
+from rootstock.text.prompts.tenant_salt import salt_of
 from tiers.helpers import Clock, directory_bytes, records
 from waiting import join, wait_for
 

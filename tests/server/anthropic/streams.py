@@ -8,7 +8,7 @@ from typing import Any
 
 from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.server.formats.anthropic.answers import MessageFormat, MessageWriter, PromptUsage
-from rootstock.server.formats.anthropic.blocks import AnswerStyle
+from rootstock.server.formats.anthropic.block_events import AnswerStyle
 from rootstock.text.output.deltas import CallArguments, CallEnded, CallStarted, ContentDelta, Delta
 
 Json = dict[str, Any]

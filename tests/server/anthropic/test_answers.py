@@ -13,7 +13,7 @@ from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Usage
 from rootstock.errors import QueueFull, StepFailed
 from rootstock.server.formats.anthropic.answers import PromptUsage
-from rootstock.server.formats.anthropic.blocks import AnswerStyle
+from rootstock.server.formats.anthropic.block_events import AnswerStyle
 from rootstock.server.formats.anthropic.signatures import text_held
 from rootstock.server.wire.api_call import ChoiceHistory
 from rootstock.text.output.deltas import ContentDelta, Delta, ReasoningDelta

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from rootstock.cache.retention.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.formats.anthropic.schema import MessagesRequest
@@ -20,8 +20,8 @@ from rootstock.server.wire.hints.fields import MAX_ACTIONS, HintFields
 from rootstock.server.wire.hints.headers import MAX_SESSION_CHARS, HeaderHints, header_hints
 from rootstock.server.wire.hints.sent import NO_HINTS, SentHints, sent_hints
 from rootstock.text.conversation.types import PrefixMark
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 Json = dict[str, Any]
 USER = [{"role": "user", "content": "Hello?"}]

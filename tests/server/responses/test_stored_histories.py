@@ -18,7 +18,7 @@ from rootstock.server.formats.responses.store import ResponseStore, TenantRespon
 from rootstock.server.formats.responses.tools import Toolbox
 from rootstock.server.http.request_bodies import PreparationQueue
 from rootstock.text.limits import MAX_LABEL_CHARS, MAX_SCHEMA_CHARS, MAX_TEMPLATE_CHARS
-from rootstock.text.prompts.owner import salt_of
+from rootstock.text.prompts.tenant_salt import salt_of
 from rootstock.units import KIB, MIB
 from server.conftest import Served, assert_error, served_by_oracle
 

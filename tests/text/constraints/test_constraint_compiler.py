@@ -22,7 +22,7 @@ from rootstock.text.constraints.asked import (
 from rootstock.text.constraints.compiled import CompiledConstraint
 from rootstock.text.constraints.json_schema import FORMATS, json_schema_of, schemas_in
 from rootstock.text.constraints.repetitions import largest_written_out, written_out
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from text.constraints.helpers import BYTES, accepts, byte_compiler, random_answer
 
 MANY = "{999999999999999999}"

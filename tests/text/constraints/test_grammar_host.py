@@ -26,7 +26,7 @@ from rootstock.text.constraints.host import HOST, GrammarHost, GrammarLost
 from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.constraints.turns import CompileTurns, refuse_gone
 from rootstock.text.constraints.vocabulary import Vocabulary
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from text.constraints.helpers import BYTES, VOCAB, random_answer
 from waiting import HANG_S, wait_until
 

@@ -20,8 +20,8 @@ from rootstock.text.conversation.openai import messages_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.conversation.types import Conversation, Medium, PrefixMark, Text
 from rootstock.text.prompts.boundaries import chat_with_boundaries
-from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, escaped
+from rootstock.text.prompts.tenant_salt import ANYBODY
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
 
 SECRET = "iVBORw0KGgo="

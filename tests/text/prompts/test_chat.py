@@ -17,8 +17,8 @@ from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.conversation.openai import conversation_of, messages_of
 from rootstock.text.conversation.template import TemplateInput, template_input
 from rootstock.text.conversation.types import ToolCall
-from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped
+from rootstock.text.prompts.tenant_salt import ANYBODY
 from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, template_of
 

@@ -30,7 +30,7 @@ from rootstock.text.prompts.fingerprint import (
     compared,
     fingerprint_of,
 )
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 SYSTEM = Message("system", (Text("Be brief."),))
 ASKED = Message("user", (Text("What is a tree?"),))

@@ -12,8 +12,8 @@ from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.output.deltas import WholeAnswer, WholeCall
 from rootstock.text.prompts.next_turn import known_prefixes
-from rootstock.text.prompts.owner import ANYBODY
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped
+from rootstock.text.prompts.tenant_salt import ANYBODY
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}

@@ -21,10 +21,10 @@ from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.text.prompts.boundaries import chat_with_boundaries
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.sampled_answers import CALLS_TO_ONE_PROMPT, SampledAnswers
 from rootstock.text.prompts.spelling import Spelled, Spelling, marks_in
+from rootstock.text.prompts.tenant_salt import ANYBODY, PromptOwner
 from rootstock.text.prompts.text_alignment import shared
 from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 from text.prompts.chat_tokenizers import TEMPLATES, template_of, tokenizer_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rootstock.cache.active_tenants import Tenants
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
@@ -22,7 +23,7 @@ from rootstock.cache.retention.grants import (
     nearness,
     strongest,
 )
-from rootstock.cache.retention.hints import (
+from rootstock.cache.retention.hint_types import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_RETENTIONS,
@@ -36,7 +37,6 @@ from rootstock.cache.retention.hints import (
 from rootstock.cache.retention.retained_entries import Retained, RetainedOfBudget
 from rootstock.cache.retention.sessions import SessionTable
 from rootstock.cache.stats import Counters
-from rootstock.cache.tenants import Tenants
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
 MOST_SHARES = 8  # of the retainable bytes: of more tenants, each may still have an eighth

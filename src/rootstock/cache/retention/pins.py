@@ -14,7 +14,7 @@ import xxhash
 
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Lease
-from rootstock.cache.retention.hints import RetainedLimits
+from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 

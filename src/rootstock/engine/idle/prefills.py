@@ -20,7 +20,7 @@ from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.retention.hints import CacheHints
+from rootstock.cache.retention.hint_types import CacheHints
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.work import ChunkPace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.radix_node import common_prefix
+from rootstock.cache.longest_match import common_prefix
 from rootstock.cache.types import Tokens
 
 NGRAM = 3  # shorter ones repeat by chance, longer ones are found later

@@ -51,7 +51,7 @@ from rootstock.server.http.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.request_info import REQUEST_STATE, RequestInfo
 from rootstock.server.wire.hints.headers import HINT_HEADERS, header_hints
 from rootstock.server.wire.sender import Sender
-from rootstock.text.prompts.owner import refuse_long
+from rootstock.text.prompts.tenant_salt import refuse_long
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rootstock.cache.retention.hints import RetainedLimits
+from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.config import KEY_FORM, MAX_KEYS, MAX_MODEL_NAME_CHARS, MAX_SALT_LENGTH, is_key
 from rootstock.errors import InvalidOption, shown
 from rootstock.options import parse_bytes

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from rootstock.cache.retention.hints import RetainedLimits
+from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
 from rootstock.engine.activity import MIN_MISSED_TOKENS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rootstock.cache.retention.hints import MAX_TTL_S
+from rootstock.cache.retention.hint_types import MAX_TTL_S
 from rootstock.errors import InvalidOption
 from rootstock.units import MIB
 

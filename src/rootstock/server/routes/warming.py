@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from rootstock.cache.retention.hints import CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.cache.types import Tokens
 from rootstock.engine.idle.prefills import IdleEnd, IdleKind, IdlePrefill
 from rootstock.errors import EngineStopped, IdleWorkFull, IdleWorkOff, RequestError, RootstockError

@@ -33,8 +33,8 @@ from rootstock.server.wire.hints.sent import HINT_FIELDS, NO_HINTS, SentHints, s
 from rootstock.text.conversation.types import IgnoredField, Medium
 from rootstock.text.conversation.volatile_heads import DroppedHead
 from rootstock.text.limits import MAX_LOGPROBS
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rootstock.server.wire.hints.headers import NO_HEAD, HeaderHints
-from rootstock.text.prompts.owner import PromptOwner, salt_of
+from rootstock.text.prompts.tenant_salt import PromptOwner, salt_of
 
 
 @dataclass(frozen=True, slots=True)

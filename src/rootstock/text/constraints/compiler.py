@@ -51,7 +51,7 @@ from rootstock.text.limits import (
     MAX_RULE_DEPTH,
     MAX_SCHEMA_CHARS,
 )
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
+from rootstock.text.prompts.tenant_salt import ANYBODY, PromptOwner
 from rootstock.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")

@@ -20,13 +20,13 @@ from itertools import takewhile
 from rootstock.cache.radix_node import NEAR_TOKENS, Boundary, CheckpointKind
 from rootstock.errors import ChatTemplateFailed
 from rootstock.text.conversation.template import TemplateInput
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import (
     ChatPrompt,
     PlacedMark,
     PromptTokenizer,
     placed_chat,
 )
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from rootstock.text.prompts.text_alignment import common_chars, common_tokens
 from rootstock.text.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 

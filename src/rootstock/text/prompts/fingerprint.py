@@ -16,7 +16,7 @@ import xxhash
 
 from rootstock.text.conversation.template import TemplateInput
 from rootstock.text.prompts.fair_memory import FairMemory, Key
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from rootstock.units import MIB
 
 CAP_BYTES = 8 * MIB

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rootstock.cache.radix_node import common_prefix
+from rootstock.cache.longest_match import common_prefix
 from rootstock.cache.types import Tokens
 from rootstock.text.conversation.template import template_input
 from rootstock.text.conversation.types import (
@@ -25,10 +25,10 @@ from rootstock.text.conversation.types import (
 )
 from rootstock.text.limits import refuse_surrogates
 from rootstock.text.output.deltas import WholeAnswer
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, escaped
 from rootstock.text.prompts.same_call import returned_calls
 from rootstock.text.prompts.splicing import Asker
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 _WORD = "Kestrel7391"  # stands for the next message: no template trims or escapes it
 _MESSAGES = ("Go on.", "7 of 9", "I")  # the known beginning ends where these begin to differ

@@ -23,10 +23,10 @@ from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.text.conversation.template import TemplateInput
 from rootstock.text.conversation.types import PrefixMark
 from rootstock.text.limits import refuse_surrogates
-from rootstock.text.prompts.owner import ANYBODY, PromptOwner
 from rootstock.text.prompts.same_call import returned_calls
 from rootstock.text.prompts.sampled_answers import AnswerPlace, SampledAnswers
 from rootstock.text.prompts.splicing import Asker, SplicedText, splice
+from rootstock.text.prompts.tenant_salt import ANYBODY, PromptOwner
 from rootstock.text.special_tokens import escape_strings
 from rootstock.text.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
 from rootstock.units import MIB

@@ -15,10 +15,10 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.types import NO_TOKENS, Tokens
-from rootstock.text.prompts.owner import PromptOwner
 from rootstock.text.prompts.same_call import CallSpan, ReturnedCall, after_same_call
 from rootstock.text.prompts.sampled_answers import AnswerPlace, SampledAnswer, SampledAnswers
 from rootstock.text.prompts.spelling import Spelled, Spelling, marks_in
+from rootstock.text.prompts.tenant_salt import PromptOwner
 from rootstock.text.prompts.text_alignment import common_chars
 
 Encode = Callable[[int], Tokens]  # encodes a piece of the text, by its index

@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 
 from rootstock.cache.keys import RecordKey
-from rootstock.cache.retention.hints import MAX_TTL_S
+from rootstock.cache.retention.hint_types import MAX_TTL_S
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.record import FORMAT, RecordLocation
 from rootstock.tiers.kept import KeptBytes

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.keys import Identity, RecordKind
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
 from rootstock.units import MIB

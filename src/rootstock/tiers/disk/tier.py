@@ -30,7 +30,7 @@ from pathlib import Path
 import xxhash
 
 from rootstock.cache.keys import Identity, RecordKey
-from rootstock.cache.retention.hints import Keep
+from rootstock.cache.retention.hint_types import Keep
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.base import (
     AlreadyStored,
@@ -53,7 +53,7 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
-from rootstock.tiers.disk.index import INDEX_NAMES, NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
+from rootstock.tiers.disk.index import NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,
@@ -65,8 +65,9 @@ from rootstock.tiers.disk.record import (
     read_payload,
     verify,
 )
+from rootstock.tiers.disk.recovery import drop_unmatched, next_segment, opened_or_new
 from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
-from rootstock.tiers.disk.segments import Segments, segment_number
+from rootstock.tiers.disk.segments import Segments
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, DiskUsage, measure, remove_foreign
 from rootstock.units import MIB, in_units
 
@@ -163,37 +164,21 @@ class DiskTier:
             return Off(f"{folder} cannot be used: {error}. Give --disk-dir a writable directory.")
         if isinstance(lock, Off):
             return lock
-        lost = 0
         counts = DiskSpaceCounts()
         try:
             # Before the index is created, which must not take the directory over its cap.
             usage = measure(files, folder, 0)
             remove_foreign(files, usage, usage.charged_bytes - budget.usable_bytes, counts)
-            try:
-                index = Index.open(files, folder, budget.wal_bytes)
-            except sqlite3.Error as error:
-                if not is_damage(error):
-                    raise
-                _log.warning(
-                    "The index of %s is unreadable (%s): the disk tier starts empty, without the %s there.",
-                    folder,
-                    error,
-                    in_units(usage.total_bytes),
-                )
-                lost = 1
-                for name in INDEX_NAMES:
-                    with suppress(FileNotFoundError):
-                        files.remove(folder / name)
-                index = Index.open(files, folder, budget.wal_bytes)
+            index, is_lost = opened_or_new(files, folder, budget.wal_bytes, usage.total_bytes)
             epoch_s = index.bound_uses(wall_clock()) - clock()
             files.sync_folder(folder)
-            next_number = _next_number(files, folder, index)
+            next_number = next_segment(files, folder, index)
         except _FAULTS as error:
             lock.release()
             return Off(f"{folder} cannot be used: {error}.")
         segments = Segments(files, folder, budget.segment_bytes, next_number)
         tier = DiskTier(files, folder, lock, index, segments, budget, clock, epoch_s, gone)
-        tier.counts.indexes_lost = lost
+        tier.counts.indexes_lost = int(is_lost)
         tier._room.counts = counts
         tier._tidy()
         tier._tell_what_the_start_removed(usage)
@@ -226,7 +211,7 @@ class DiskTier:
             return Off(f"{folder} cannot be used: {error}. It must be writable, even for reading.")
         try:
             index = Index.open(files, folder, budget.wal_bytes)
-            next_number = _next_number(files, folder, index)
+            next_number = next_segment(files, folder, index)
         except _FAULTS as error:
             if index is not None:
                 index.close()
@@ -740,20 +725,14 @@ class DiskTier:
                 )
 
     def _tidy(self) -> None:
-        """Repairs the directory after a crash, a smaller cap or outside changes: rows without bytes, bytes without
-        rows, and usage over the cap."""
+        """Repairs the directory after a crash, a smaller cap or outside changes."""
         with self._storing:
             try:
                 usage = measure(self._files, self._folder, 0)
-                for number, end in self._index.ends().items():
-                    length = usage.segments.get(number, 0)
-                    if end > length:
-                        short = self._index.beyond(number, length)
-                        self._index.delete(short)
-                        self.counts.misses[MissKind.MISSING_BYTES] += len(short)
-                        self.counts.quarantined_records += len(short)
-                    elif end < length:
-                        self._files.truncate(self._segments.path(number), end)
+                short = drop_unmatched(self._files, self._index, self._segments, usage)
+                if short:
+                    self.counts.misses[MissKind.MISSING_BYTES] += short
+                    self.counts.quarantined_records += short
                 self._room.remove_dead(usage)
                 # The index was just written back: the space reserved for its growth may be in use.
                 if not self._room.make(-self._room.budget.wal_bytes):
@@ -764,13 +743,6 @@ class DiskTier:
 
 _CLOSED = "closed"
 _EVICTED_AT_ONCE = NotStored(Refusal.NO_ROOM, "it was evicted for other records of the same store")
-
-
-def _next_number(files: Files, folder: Path, index: Index) -> int:
-    """Returns the number of a new segment. Rows count too: a segment's file may be missing, and its row must never
-    find another segment's bytes."""
-    numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
-    return 1 + max([0, *numbers, *index.live_bytes()])
 
 
 def _identity_of(row: IndexRow) -> Identity | None:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from rootstock.cache.retention.hints import HintOutcome
+from rootstock.cache.retention.hint_types import HintOutcome
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError
-from rootstock.server.formats.anthropic.blocks import (
+from rootstock.server.formats.anthropic.block_events import (
     AnswerStyle,
     BlockEvent,
     BlockGrew,

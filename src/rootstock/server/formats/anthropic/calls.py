@@ -8,7 +8,7 @@ from rootstock.errors import PromptTextTooLong
 from rootstock.pipeline.model import PreparedChat, ServedModel
 from rootstock.server.answers.prompt_bodies import PreparedPrompt
 from rootstock.server.formats.anthropic.answers import MessageFormat, PromptUsage
-from rootstock.server.formats.anthropic.blocks import AnswerStyle
+from rootstock.server.formats.anthropic.block_events import AnswerStyle
 from rootstock.server.formats.anthropic.edits import edited
 from rootstock.server.formats.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.wire.api_call import ApiCall, Json, call_of, hints_of
@@ -17,7 +17,7 @@ from rootstock.server.wire.sender import Sender
 from rootstock.text.constraints.asked import Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
 from rootstock.text.conversation.types import Conversation
-from rootstock.text.prompts.owner import PromptOwner
+from rootstock.text.prompts.tenant_salt import PromptOwner
 
 
 def messages_call(model: ServedModel, body: MessagesRequest, sender: Sender) -> ApiCall:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rootstock.cache.retention.hints import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
 from rootstock.engine.request import requests_for
 from rootstock.pipeline.model import ServedModel
 from rootstock.server.formats.ollama.answers import AnswerTimes, OllamaFormat

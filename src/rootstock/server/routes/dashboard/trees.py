@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.keys import Namespace
-from rootstock.cache.tree_walk import NodeDetail, TreeWalk
+from rootstock.cache.tree_snapshot import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.engine.engine import Engine
 from rootstock.server.routes.dashboard.views import Names, View, namespace_json

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from rootstock.cache.keys import Namespace
 from rootstock.cache.stats import PoolUsage
-from rootstock.cache.tree_walk import NodeDetail
+from rootstock.cache.tree_snapshot import NodeDetail
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
@@ -23,7 +23,7 @@ from rootstock.server.models.registry import ModelRegistry, adapters_of
 from rootstock.server.wire.api_call import Json
 from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.explained import volatile_in_words
-from rootstock.text.prompts.owner import salt_of
+from rootstock.text.prompts.tenant_salt import salt_of
 from rootstock.text.tokenizer import ModelTokenizer, token_text
 
 WINDOWS_S = (60, 300, 900)

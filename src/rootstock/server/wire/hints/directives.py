@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock.cache.retention.hints import GREATEST_PRIORITY
+from rootstock.cache.retention.hint_types import GREATEST_PRIORITY
 from rootstock.errors import InvalidParameter
 from rootstock.text.limits import MAX_NAME_CHARS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from rootstock.cache.retention.hints import HintOutcome, Verdict
+from rootstock.cache.retention.hint_types import HintOutcome, Verdict
 
 MAX_SESSION_CHARS = 256
 

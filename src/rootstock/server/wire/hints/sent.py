@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rootstock.cache.retention.hints import (
+from rootstock.cache.retention.hint_types import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_TTL_S,
@@ -36,8 +36,8 @@ from rootstock.server.wire.hints.headers import FINAL, PRIORITY, STRICT_PRIORITY
 from rootstock.text.conversation.marks import duration_s
 from rootstock.text.conversation.types import IgnoredField
 from rootstock.text.limits import MAX_MARKS, MAX_NAME_CHARS
-from rootstock.text.prompts.owner import PromptOwner, is_chosen_by_client
 from rootstock.text.prompts.prompt_tokenizer import PlacedMark
+from rootstock.text.prompts.tenant_salt import PromptOwner, is_chosen_by_client
 
 Json = dict[str, Any]
 
