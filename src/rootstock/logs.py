@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -26,10 +25,6 @@ REQUEST_FIELDS: ContextVar[Mapping[str, str]] = ContextVar("rootstock_request_fi
 # Controls, line and paragraph separators, marks that reverse text on a terminal, halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = re.compile(r"[!#-<>-~]+")  # a value that needs no quotes in a line of text: no space, ", =
-
-
-def new_request_id() -> str:
-    return os.urandom(16).hex()
 
 
 def log_refusal(request_id: str, status: int, error: str) -> None:

@@ -54,10 +54,8 @@ class Penalties:
         self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
 
     @staticmethod
-    def of(params: ResolvedSampling, prompt: Tokens, past: list[int], vocab_size: int) -> Penalties | None:
+    def of(params: ResolvedSampling, prompt: Tokens, past: list[int], vocab_size: int) -> Penalties:
         repeats = params.repetition_penalty != 1.0
-        if not repeats and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
-            return None
         in_prompt = np.unique(prompt) if repeats else np.empty(0, dtype=np.int32)
         # A prompt may hold ids that have an embedding and no logit.
         penalties = Penalties(params, in_prompt[in_prompt < vocab_size].astype(np.intp))

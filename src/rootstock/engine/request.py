@@ -46,6 +46,10 @@ class ResolvedSampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True, slots=True)
 class StopParams:

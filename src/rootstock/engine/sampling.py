@@ -62,8 +62,10 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos = np.array([token for token in eos if 0 <= token < vocab_size], dtype=np.intp)
         self._min_tokens = min_tokens
-        self._bias = Bias.of(params, vocab_size)
-        self._penalties = Penalties.of(params, prompt, past, vocab_size)
+        self._bias = Bias.of(params, vocab_size) if params.logit_bias else None
+        self._penalties = None
+        if params.has_penalties:
+            self._penalties = Penalties.of(params, prompt, past, vocab_size)
         self._sampled = len(past)
         self._draws = None if params.greedy else _draws_from(seed, len(past))
         self._ends = frozenset(self._eos.tolist())

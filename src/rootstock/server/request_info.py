@@ -14,7 +14,7 @@ from fastapi import Request
 
 from rootstock.engine.request import Finished, Usage
 from rootstock.errors import RootstockError
-from rootstock.logs import new_request_id
+from rootstock.server.http.connection import new_request_id
 from rootstock.server.wire.api_call import ApiCall
 
 DISCONNECTED = "disconnected"  # in the place of an error's code

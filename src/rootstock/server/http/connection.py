@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import struct
@@ -28,7 +29,7 @@ from rootstock.errors import (
     TooManyConnections,
     UrlTooLong,
 )
-from rootstock.logs import log_refusal, new_request_id
+from rootstock.logs import log_refusal
 from rootstock.server.http.errors import REQUEST_ID_HEADER, error_response
 from rootstock.units import KIB
 
@@ -398,6 +399,10 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._start_drain_timer()
+
+
+def new_request_id() -> str:
+    return os.urandom(16).hex()
 
 
 def write_chunk_of(scope: Scope) -> WriteChunk | None:

@@ -10,8 +10,9 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rootstock.logs import ACCESS_LOGGER, REQUEST_FIELDS, new_request_id
+from rootstock.logs import ACCESS_LOGGER, REQUEST_FIELDS
 from rootstock.server.access.guard import is_request_of_api, shown_tenant_of
+from rootstock.server.http.connection import new_request_id
 from rootstock.server.http.errors import REQUEST_ID_HEADER
 from rootstock.server.observe.metrics import Metrics
 from rootstock.server.observe.tracing import RequestSpan, Tracing
