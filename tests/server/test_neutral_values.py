@@ -26,7 +26,7 @@ from rootstock.server.formats.openai.schema import (
 )
 from rootstock.server.formats.responses.schema import _USE as REFUSED_RESPONSES
 from rootstock.server.formats.responses.schema import ResponseRequest
-from rootstock.server.wire.fields import Wire
+from rootstock.server.wire.fields import SamplingFields, Wire
 from rootstock.server.wire.hints.fields import NvExt
 from server.conftest import Served, user
 
@@ -254,3 +254,18 @@ def test_variables_of_the_template_that_ask_for_nothing_are_not_refused(
 ) -> None:
     got = answer(served, route, {"chat_template_kwargs": kwargs})
     assert got.status_code == (200 if accepted else 400), got.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        (ChatCompletionRequest, REFUSED),
+        (SamplingFields, REFUSED),
+        (MessagesRequest, REFUSED_MESSAGES),
+        (ResponseRequest, REFUSED_RESPONSES),
+    ],
+)
+def test_a_declared_field_is_in_no_table_of_refusals(schema: type[Wire], refused: Any) -> None:
+    """A declared field is read, and its row in the table would say that it is not."""
+    assert refused
+    assert set(schema.model_fields) & set(refused) == set()

@@ -119,6 +119,8 @@ def create_app(
     install_error_handlers(app, forms)
     for api in apis:
         app.include_router(api.routes)
+        if tracing is not None:
+            tracing.operations.update(api.operations)
     app.state.responses = store
     prompts = Prompts(apis)
     app.state.warmer = Warmer(models, prompts)

@@ -90,6 +90,7 @@ class WireApi:
 
     routes: APIRouter
     prompts: Mapping[str, PromptReader[Any]]  # by the name of an API, as clients write it
+    operations: Mapping[str, str]  # of traces, by the path of a route that asks a model
     root: str | None = None  # paths that begin with it have errors of the form; None: OpenAI's form
     error_form: ErrorForm = error_body
 

@@ -28,17 +28,6 @@ log = logging.getLogger(__name__)
 _PROVIDER = "rootstock"
 _SPANNED_CHOICES = 8  # of one request: each has spans of its phases
 _CLOSE_S = 2.0  # to export the last spans
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    "/api/chat": "chat",
-    "/api/generate": "text_completion",
-    "/api/embed": "embeddings",
-    "/api/embeddings": "embeddings",
-}
 
 
 def open_tracing() -> Tracing:
@@ -70,6 +59,7 @@ class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self.operations: dict[str, str] = {}  # by a route's path, as OpenTelemetry names operations of models
         self._provider = provider
         self._tracer = provider.get_tracer("rootstock", __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -127,7 +117,7 @@ class RequestSpan:
     def _describe(self, info: RequestInfo) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        operation = _OPERATIONS.get(info.route)
+        operation = self._tracing.operations.get(info.route)
         about: dict[str, Any] = {
             "http.request.method": info.method,
             "http.response.status_code": info.status,

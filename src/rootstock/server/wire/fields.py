@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.errors import InvalidParameter, RequestError, shown
+from rootstock.errors import InvalidParameter, RequestError, Unsupported, shown
 from rootstock.text.chat_template import TemplateNames
 from rootstock.text.conversation.template import refuse_unread_variables
 from rootstock.text.conversation.types import IgnoredField
@@ -82,6 +82,44 @@ class ClosedWire(Wire):
     """
 
     model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A field that is refused unless its value is neutral."""
+
+    remedy: str
+    neutral: tuple[Any, ...] = ()  # values besides null and empty ones that change nothing
+    empty_asks: bool = False  # an empty value asks for the feature
+
+    def refuse(self, name: str, value: Any) -> None:
+        """Raises Unsupported unless `value` is neutral."""
+        if value is None or value in self.neutral or (is_empty(value) and not self.empty_asks):
+            return
+        known = f", or send {_spelled(self.neutral[0])}" if self.neutral else ""
+        raise Unsupported(name, f"{self.remedy} Leave it out{known}.")
+
+
+def _spelled(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+def refused_fields(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, RefusedField]:
+    """Returns fields that are refused with one remedy, each with its neutral values."""
+    return {name: RefusedField(remedy, values) for name, values in neutral.items()}
+
+
+# Parameters of other servers that SamplingFields does not have: a new field leaves this table.
+NOT_SAMPLED: Mapping[str, RefusedField] = refused_fields(
+    "The sampler does not have it.",
+    allowed_token_ids=(), bad_words=(), banned_tokens=(), custom_logit_processor=(),
+    custom_params=(), do_sample=(True,), dry_multiplier=(0,), dynatemp_range=(0,), dynamic_temperature=(False,),
+    encoder_repetition_penalty=(1,), epsilon_cutoff=(0,), eta_cutoff=(0,), guidance_scale=(1,),
+    logits_processors=(), mirostat=(0,), mirostat_mode=(0,), negative_prompt=("",),
+    no_repeat_ngram_size=(0,), penalty_alpha=(0,), samplers=(), sampler_order=(),
+    sampler_priority=(), smoothing_factor=(0,), temperature_last=(False,), tfs=(1,), tfs_z=(1,), top_a=(0,),
+    top_n_sigma=(-1, 0), typical=(1,), typical_p=(1,), xtc_probability=(0,),
+)  # fmt: skip
 
 
 class SamplingFields(Wire):

@@ -60,4 +60,4 @@ def anthropic_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
         return await models.run(body.model, request, lambda model: counted_tokens(model, body, sender))
 
     reader = PromptReader("/v1/messages", CountTokensRequest, _FIELDS, prepared_prompt, _rename)
-    return WireApi(router, {"messages": reader}, "/v1/messages", error_body)
+    return WireApi(router, {"messages": reader}, {"/v1/messages": "chat"}, "/v1/messages", error_body)

@@ -52,7 +52,9 @@ _OTHER_MODELS = (
 
 
 def ollama_api(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> WireApi:
-    return WireApi(_routes(models, answerer, config), {}, ROOT, ollama_error_body)
+    kinds = {"chat": "chat", "generate": "text_completion", "embed": "embeddings", "embeddings": "embeddings"}
+    operations = {f"{ROOT}/{path}": operation for path, operation in kinds.items()}
+    return WireApi(_routes(models, answerer, config), {}, operations, ROOT, ollama_error_body)
 
 
 def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> APIRouter:

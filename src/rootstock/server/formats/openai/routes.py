@@ -45,7 +45,8 @@ def openai_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
     def reader(route: str) -> PromptReader[PromptRequest]:
         return PromptReader(route, PromptRequest, _FIELDS, prepared_prompt, _rename)
 
-    return WireApi(router, {"chat": reader(_CHAT), "completions": reader(_COMPLETION)})
+    operations = {_CHAT: "chat", _COMPLETION: "text_completion", "/v1/embeddings": "embeddings"}
+    return WireApi(router, {"chat": reader(_CHAT), "completions": reader(_COMPLETION)}, operations)
 
 
 def _rename(error: RequestError, body: PromptRequest | ChatCompletionRequest) -> None:

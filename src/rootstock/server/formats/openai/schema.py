@@ -10,7 +10,7 @@ fields of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,17 +19,20 @@ from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.formats.openai.chat_answers import CallStyle
 from rootstock.server.wire.api_call import Json
 from rootstock.server.wire.fields import (
+    NOT_SAMPLED,
     USUAL_VERBOSITY,
     Count,
     JsonObject,
     ModelName,
     ReasoningFields,
+    RefusedField,
     SamplingFields,
     Wire,
     asks_no_reasoning,
     default_if_null,
     is_empty,
     null_if,
+    refused_fields,
 )
 from rootstock.server.wire.hints.fields import HintFields
 from rootstock.text.chat_template import TemplateNames
@@ -250,26 +253,6 @@ IGNORED = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedField:
-    """A field that is refused unless its value is neutral."""
-
-    remedy: str
-    neutral: tuple[Any, ...] = ()  # values besides null and empty ones that change nothing
-    empty_asks: bool = False  # an empty value asks for the feature
-
-    def refuse(self, name: str, value: Any) -> None:
-        """Raises Unsupported unless `value` is neutral."""
-        if value is None or value in self.neutral or (is_empty(value) and not self.empty_asks):
-            return
-        known = f", or send {_spelled(self.neutral[0])}" if self.neutral else ""
-        raise Unsupported(name, f"{self.remedy} Leave it out{known}.")
-
-
-def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, RefusedField]:
-    return {name: RefusedField(remedy, values) for name, values in neutral.items()}
-
-
 _OFF = (False,)
 # Values of TemplateFields that ask for nothing. Those about reasoning are variables of chat templates as well.
 _NEUTRAL_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
@@ -292,63 +275,57 @@ _OFF_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
 }
 
 REFUSED: Mapping[str, RefusedField] = {
-    **_group("The whitespace of JSON cannot be set by it.", guided_whitespace_pattern=()),
-    **_group("Use 'response_format'.", output_config=({"effort": None}, {"effort": "none"}), output_format=()),
-    **_group(
-        "The sampler does not have it.",
-        allowed_token_ids=(), bad_words=(), banned_tokens=(), custom_logit_processor=(),
-        custom_params=(), do_sample=(True,), dry_multiplier=(0,), dynatemp_range=(0,), dynamic_temperature=_OFF,
-        encoder_repetition_penalty=(1,), epsilon_cutoff=(0,), eta_cutoff=(0,), guidance_scale=(1,),
-        logits_processors=(), mirostat=(0,), mirostat_mode=(0,), negative_prompt=("",),
-        no_repeat_ngram_size=(0,), penalty_alpha=(0,), samplers=(), sampler_order=(),
-        sampler_priority=(), smoothing_factor=(0,), temperature_last=_OFF, tfs=(1,), tfs_z=(1,), top_a=(0,),
-        top_n_sigma=(-1, 0), typical=(1,), typical_p=(1,), xtc_probability=(0,),
+    **refused_fields("The whitespace of JSON cannot be set by it.", guided_whitespace_pattern=()),
+    **refused_fields(
+        "Use 'response_format'.",
+        output_config=({"effort": None}, {"effort": "none"}), output_format=(),
     ),
-    **_group(
+    **NOT_SAMPLED,
+    **refused_fields(
         "Beam search is not implemented.",
         beam_width=(1,), diversity_penalty=(0,), early_stopping=_OFF, length_penalty=(1,), num_beam_groups=(1,),
         num_beams=(1,), use_beam_search=_OFF,
     ),
-    **_group(
+    **refused_fields(
         "A prompt is never cut: shorten it before you send it.",
         transforms=(), truncate=(False, "END", "NONE"), truncate_prompt_tokens=(), truncation=("disabled", False),
     ),
-    **_group(
+    **refused_fields(
         "Use 'max_tokens'.",
         max_length=(-1,), max_new_tokens=(-1,), max_output_tokens=(-1,), n_predict=(-1,), num_predict=(-1,),
     ),
-    **_group("Use 'min_tokens'.", min_length=(0,), min_new_tokens=(0,)),
-    **_group("Use 'repetition_penalty'.", repeat_penalty=(1,)),
-    **_group("Use 'seed'.", random_seed=(-1,), sampler_seed=(-1,)),
-    **_group("Use 'stop'.", stop_regex=(), stop_sequences=()),
-    **_group("Send it as a message of role 'system'.", instructions=("",), system=()),
-    **_group("Use /v1/completions.", prompt=(), suffix=("",)),
-    **_group("Use /v1/responses.", input=(), previous_response_id=()),
-    **_group("Serve with --chat-template FILE.", chat_template=()),
-    **_group("Ask for n choices, and choose.", best_of=(1,)),
-    **_group(
+    **refused_fields("Use 'min_tokens'.", min_length=(0,), min_new_tokens=(0,)),
+    **refused_fields("Use 'repetition_penalty'.", repeat_penalty=(1,)),
+    **refused_fields("Use 'seed'.", random_seed=(-1,), sampler_seed=(-1,)),
+    **refused_fields("Use 'stop'.", stop_regex=(), stop_sequences=()),
+    **refused_fields("Send it as a message of role 'system'.", instructions=("",), system=()),
+    **refused_fields("Use /v1/completions.", prompt=(), suffix=("",)),
+    **refused_fields("Use /v1/responses.", input=(), previous_response_id=()),
+    **refused_fields("Serve with --chat-template FILE.", chat_template=()),
+    **refused_fields("Ask for n choices, and choose.", best_of=(1,)),
+    **refused_fields(
         "Only text is read and written.",
         audio=(), image_data=(), images=(), mm_processor_kwargs=(), prompt_embeds=(), video=(),
     ),
-    **_group(
+    **refused_fields(
         "Nothing is searched, called or kept on the server.",
         container=(), context_management=(), data_sources=(), mcp_servers=(), models=(),
         plugins=(),
     ),
     "web_search_options": RefusedField("Nothing is searched, called or kept on the server.", empty_asks=True),
-    **_group("Name the adapter as the 'model'.", lora=(), lora_path=(), lora_request=()),
-    **_group(
+    **refused_fields("Name the adapter as the 'model'.", lora=(), lora_path=(), lora_request=()),
+    **refused_fields(
         "Reasoning comes in 'reasoning_content'.",
         include_reasoning=(True,), reasoning_format=("auto", "parsed", "deepseek"), separate_reasoning=(True,),
     ),
-    **_group(
+    **refused_fields(
         "The answer does not have this form.",
         echo=_OFF, include_stop_str_in_output=_OFF, logprob_start_len=(-1,), n_probs=(0,), no_stop_trim=_OFF,
         prompt_logprobs=(), return_hidden_states=_OFF, return_logprob=_OFF, return_routed_experts=_OFF,
         return_text_in_logprobs=_OFF, return_token_ids=_OFF, return_tokens=_OFF,
         return_tokens_as_token_ids=_OFF, skip_special_tokens=(True,), top_logprobs_num=(0,),
     ),
-    **_group("It is not implemented.", kv_transfer_params=(), session_params=(), vllm_xargs=()),
+    **refused_fields("It is not implemented.", kv_transfer_params=(), session_params=(), vllm_xargs=()),
 }  # fmt: skip
 
 
@@ -358,7 +335,3 @@ def refuse_unsupported_fields(fields: Mapping[str, Any]) -> None:
         refused = REFUSED.get(name)
         if refused is not None:
             refused.refuse(name, value)
-
-
-def _spelled(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

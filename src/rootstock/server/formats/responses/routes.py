@@ -59,7 +59,7 @@ def responses_api(
         return PreparedPrompt.of_chat(of(sender).chat(model, body))
 
     reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
-    return WireApi(_response_routes(of, answerer, models), {"responses": reader})
+    return WireApi(_response_routes(of, answerer, models), {"responses": reader}, {"/v1/responses": "chat"})
 
 
 def _response_routes(
