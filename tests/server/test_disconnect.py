@@ -10,7 +10,7 @@ import pytest
 
 from rootstock.config import EngineConfig
 from rootstock.server.app import create_app
-from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.formats.responses.store import TenantResponses
 from server.asgi import ask
 from server.held import Held
 from server.raw_http import RawClient, post
@@ -58,7 +58,7 @@ def test_an_aborted_answer_of_any_api_is_released_and_not_stored(
     serve: Any, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
     stored: list[Any] = []
-    monkeypatch.setattr(ResponseStore, "put", lambda *arguments: stored.append(arguments))
+    monkeypatch.setattr(TenantResponses, "put", lambda *arguments: stored.append(arguments))
     held = Held(free_forwards=8)
     with serve(fault=held) as served:
         engine = served.assembly.engine
