@@ -150,8 +150,13 @@ def test_hints_keep_a_conversation_and_wrong_ones_are_refused(llm: LLM) -> None:
 
 def test_an_option_that_there_is_not_is_refused_by_name(llm: LLM) -> None:
     for ask in (llm.chat, llm.chat_stream, llm.achat_stream, llm.explain_chat):
-        with pytest.raises(TypeError, match="has no option 'tool'"):
+        with pytest.raises(TypeError, match="there is no option 'tool' here"):
             ask(ASKED, tool=[TOOL])  # type: ignore[operator]
+    for complete in (llm.generate, llm.stream, llm.astream, llm.explain):
+        with pytest.raises(
+            TypeError, match="there is no option 'session' here: there are cache_salt, adapter"
+        ):
+            complete("text", session="one")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("media", ["refuse", "mention"])

@@ -64,7 +64,14 @@ Params = (
 )  # for all, or one for each prompt; None: the model's
 
 
-class ChatOptions(TypedDict, total=False):
+class PromptOptions(TypedDict, total=False):
+    """Options of a prompt beside its sampling. Each may be left out."""
+
+    cache_salt: str | None  # prefixes are shared only with prompts of the same salt
+    adapter: str | None  # a LoRA adapter by its name; without one the base model answers
+
+
+class ChatOptions(PromptOptions, total=False):
     """Options of a chat beside its messages and its sampling. Each may be left out."""
 
     tools: Sequence[Tool] | None  # OpenAI's: functions that the model may call
@@ -73,8 +80,6 @@ class ChatOptions(TypedDict, total=False):
     reasoning_budget: int | None  # tokens of reasoning, after which its end is forced
     chat_template_kwargs: Mapping[str, Any] | None  # variables of the template, such as `enable_thinking`
     continue_final_message: bool  # the answer goes on with the last message's text
-    cache_salt: str | None  # prefixes are shared only with prompts of the same salt
-    adapter: str | None  # a LoRA adapter by its name; without one the base model answers
     session: str | None  # names the conversation: the time until its next request is learnt
     ttl_s: float | None  # the time for which prompt and answer are kept after their last use, within bounds
 
@@ -251,18 +256,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Generates answers to one or many prompts, batched, and returns them in the prompts' order.
 
         A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt` and
-        `adapter`. An adapter is a LoRA adapter by its name; without one the base model answers.
+        `adapter` (`PromptOptions`).
         Raises RequestError, EngineError and LLMClosed.
         """
         asked = self._prompts(_listed(prompts))
-        return self._collect(asked, _one_for_each(params, len(asked)), _Use(cache_salt, adapter))
+        return self._collect(asked, _one_for_each(params, len(asked)), _use_of(options, PromptOptions))
 
     def chat(
         self,
@@ -276,7 +279,7 @@ class LLM:
         calls: `outputs[0].reasoning` and `outputs[0].tool_calls` have them. Raises RequestError, EngineError and
         LLMClosed.
         """
-        conversations, use = _conversations(messages), _use_of(options)
+        conversations, use = _conversations(messages), _use_of(options, ChatOptions)
         asked = self._chats(conversations, options)
         return self._collect(asked, _one_for_each(params, len(asked)), use)
 
@@ -284,14 +287,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Generates like `generate`, for asyncio. Cancelling the task aborts its requests."""
         listed = _listed(prompts)
         each = _one_for_each(params, len(listed))
-        return await self._acollect(lambda: self._prompts(listed), each, _Use(cache_salt, adapter))
+        return await self._acollect(lambda: self._prompts(listed), each, _use_of(options, PromptOptions))
 
     async def achat(
         self,
@@ -300,7 +301,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answers like `chat`, for asyncio. Cancelling the task aborts its requests."""
-        conversations, use = _conversations(messages), _use_of(options)
+        conversations, use = _conversations(messages), _use_of(options, ChatOptions)
         each = _one_for_each(params, len(conversations))
         return await self._acollect(lambda: self._chats(conversations, options), each, use)
 
@@ -310,12 +311,10 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[PromptOptions],
     ) -> Stream:
         """Submits a prompt at once and returns an iterator over the pieces of its answers."""
-        return self._stream(self._prompt(prompt), params, _Use(cache_salt, adapter))
+        return self._stream(self._prompt(prompt), params, _use_of(options, PromptOptions))
 
     def chat_stream(
         self,
@@ -324,23 +323,21 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Stream:
         """Submits a conversation at once and returns an iterator over the pieces of its answers."""
-        use = _use_of(options)
+        use = _use_of(options, ChatOptions)
         return self._stream(self._chat(messages, options), params, use)
 
     def astream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        **options: Unpack[PromptOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Returns a generator of the pieces of the answers to a prompt. The request begins with the first of them.
 
         Cancelling the task aborts the request. A loop that is left early aborts it when the generator is closed:
         at once within `contextlib.aclosing`.
         """
-        return self._astream(lambda: self._prompt(prompt), params, _Use(cache_salt, adapter))
+        return self._astream(lambda: self._prompt(prompt), params, _use_of(options, PromptOptions))
 
     def achat_stream(
         self,
@@ -349,16 +346,14 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Returns a generator of the pieces of the answers to a conversation, as `astream` does."""
-        use = _use_of(options)
+        use = _use_of(options, ChatOptions)
         return self._astream(lambda: self._chat(messages, options), params, use)
 
     # --------------------------------------------------------------------------------------- the cache
 
-    def explain(
-        self, prompt: Prompt, *, cache_salt: str | None = None, adapter: str | None = None
-    ) -> Explanation:
+    def explain(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> Explanation:
         """Explains how much of a prompt is cached now, and the reason why no more (`message`, `cap`)."""
-        return self._explain(self._prompt(prompt), _Use(cache_salt, adapter))
+        return self._explain(self._prompt(prompt), _use_of(options, PromptOptions))
 
     def explain_chat(
         self,
@@ -366,7 +361,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Explanation:
         """Explains how much of a conversation is cached now, and the reason why no more."""
-        use = _use_of(options)
+        use = _use_of(options, ChatOptions)
         return self._explain(self._chat(messages, options), use)
 
     def _explain(self, asked: _Asked, use: _Use) -> Explanation:
@@ -419,7 +414,7 @@ class LLM:
         self._require_running()
         if not messages:
             raise EmptyPrompt("messages")
-        use, variables = _use_of(options), dict(options.get("chat_template_kwargs") or {})
+        use, variables = _use_of(options, ChatOptions), dict(options.get("chat_template_kwargs") or {})
         model = replace(self._model, adapter=self._adapter(use))
         with _in_library_words():
             refuse_unread_variables(variables, self.tokenizer.template_names)
@@ -651,13 +646,12 @@ def _one_for_each(params: Params, prompts: int) -> Sequence[SamplingParams]:
     return params
 
 
-def _use_of(options: ChatOptions) -> _Use:
-    """Returns the namespace of a chat. Raises TypeError for an option that there is not."""
-    unknown = options.keys() - ChatOptions.__annotations__.keys()
+def _use_of(options: PromptOptions, known: type[PromptOptions]) -> _Use:
+    """Returns the namespace of a call. Raises TypeError for an option that there is not."""
+    names = known.__annotations__ | PromptOptions.__annotations__
+    unknown = options.keys() - names.keys()
     if unknown:
-        raise TypeError(
-            f"a chat has no option {min(unknown)!r}: it has {', '.join(ChatOptions.__annotations__)}"
-        )
+        raise TypeError(f"there is no option {min(unknown)!r} here: there are {', '.join(names)}")
     return _Use(options.get("cache_salt"), options.get("adapter"))
 
 
