@@ -32,7 +32,8 @@ CASES = Path(__file__).with_name("schemathesis_cases.py")
 SERVER = ("--dtype", "float32", "--context-limit", "512", "--alias", "*")
 SEVERAL = ("--dtype", "float32")
 EMBEDDER = "embedder"
-OF_SEVERAL = ("/v1/embeddings", "/v1/models/unload")
+OF_SEVERAL = ("/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/models/unload")
+STREAMS = {"text/event-stream", "application/x-ndjson"}
 LEAST_ANSWERED = 1 / 3  # of the cases of each route with a prompt
 
 
@@ -119,7 +120,7 @@ def measure(url: str, python: str, cases: int, adapter: str, *paths: str) -> lis
 
 def figures_of(rows: list[dict[str, Any]], answers: Mapping[str, Any]) -> dict[str, Any]:
     streaming = {
-        name for name, answer in answers.items() if "text/event-stream" in (answer or {}).get("content", {})
+        name for name, answer in answers.items() if not STREAMS.isdisjoint((answer or {}).get("content", {}))
     }
     return {
         "operations": len(rows),

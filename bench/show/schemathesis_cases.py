@@ -212,6 +212,13 @@ TEXT_PROMPT = body({"prompt": TEXT})
 DETOKENIZED = body({"tokens": st.lists(st.integers(0, 200), max_size=8)})
 EMBEDDED = body({"input": TEXT | st.lists(TEXT, min_size=1, max_size=3)})
 EMBEDDING_FIELDS = body({}, {"encoding_format": st.sampled_from(["float", "base64"]), "user": TEXT})
+OLLAMA_MESSAGES = body(
+    {"messages": st.lists(body({"role": st.just("user"), "content": TEXT}), min_size=1, max_size=3)}
+)
+OLLAMA_FIELDS = body(
+    {"options": body({"num_predict": LENGTH}, {"temperature": st.floats(0, 2), "top_k": st.integers(0, 50)})},
+    {"keep_alive": st.sampled_from(["5m", 60, -1]), "logprobs": st.booleans()},
+)
 NOTHING = st.just(dict[str, Any]())
 PROMPTS = st.one_of(
     *(
@@ -238,6 +245,11 @@ VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/detokenize": (DETOKENIZED, body({}, {"skip_special_tokens": st.booleans()})),
     "/v1/detokenize": (DETOKENIZED, body({}, {"skip_special_tokens": st.booleans()})),
     "/v1/embeddings": (EMBEDDED, EMBEDDING_FIELDS),
+    "/api/chat": (OLLAMA_MESSAGES, OLLAMA_FIELDS),
+    "/api/generate": (TEXT_PROMPT, OLLAMA_FIELDS),
+    "/api/embed": (EMBEDDED, NOTHING),
+    "/api/embeddings": (TEXT_PROMPT, NOTHING),
+    "/api/show": (NOTHING, NOTHING),
     "/v1/load_lora_adapter": (NOTHING, NOTHING),
     "/v1/unload_lora_adapter": (NOTHING, NOTHING),
     "/v1/models/unload": (NOTHING, NOTHING),
@@ -311,7 +323,7 @@ def prepare(case: Any, path: str, known: Known, number: int, session: requests.S
         case.body = {"lora_name": known.adapters[-1], "lora_path": known.adapter}
     elif path == "/v1/unload_lora_adapter" and known.adapters:
         case.body = {"lora_name": known.adapters.pop()}
-    elif path == "/v1/embeddings":
+    elif path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
         case.body |= {"model": known.embedder}
     elif path == "/v1/models/unload":
         case.body = {"model": known.embedder}
@@ -321,7 +333,8 @@ def prepare(case: Any, path: str, known: Known, number: int, session: requests.S
 def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
     statuses, refused, failures = Counter[str](), Counter[str](), list[str]()
     began, session = time.monotonic(), requests.Session()
-    streams = "text/event-stream" in operation.definition.raw["responses"].get("200", {}).get("content", {})
+    kinds = operation.definition.raw["responses"].get("200", {}).get("content", {}).keys()
+    streams = not kinds.isdisjoint(STREAMS)
     valid = VALID.get(operation.path) if operation.method.upper() == "POST" else None
 
     asked, stored = itertools.count(), known.responses
@@ -362,22 +375,23 @@ def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
                 failures.append(f"{error}: {case.as_curl_command()}"[:2000])
             return
         kind = response.headers.get("content-type", [""])[0].partition(";")[0]
-        is_stream = kind == "text/event-stream"
+        is_stream = kind in STREAMS
         if is_valid and response.status_code != 200:
-            refused[response.json()["error"]["message"][:100]] += 1
+            error = response.json()["error"]
+            refused[(error if isinstance(error, str) else error["message"])[:100]] += 1
         statuses[f"{response.status_code}{' stream' if is_stream else ''}"] += 1
         if operation.path == "/v1/responses" and response.status_code == 200 and not is_stream:
             made = response.json()
             if made["store"] and made["previous_response_id"] is None:  # a chain would outgrow the context
                 stored.append(Stored(made["id"], tenant_in(response.request.headers)))
-        if operation.path in ANSWERED_BY and response.status_code == 200:
+        if operation.path == "/v1/cache/pin" and response.status_code == 200:
             made = Stored(response.json()["id"], tenant_in(response.request.headers))
             if made not in known.pins:  # the same prompt keeps its pin
                 known.pins.append(made)
         try:
             case.validate_response(response, checks=CHECKS)
             if is_stream:
-                check_stream(response.content.decode())
+                STREAMS[kind](response.content.decode())
         except (FailureGroup, Exception) as error:
             failures.append(f"{response.status_code} {error}: {case.as_curl_command()}"[:2000])
 
@@ -408,6 +422,13 @@ def check(operation: Any, cases: int, known: Known) -> dict[str, Any]:
     }
 
 
+def check_lines(text: str) -> None:
+    """Raises AssertionError unless a stream consists of lines of JSON, and has an end that is no error."""
+    *lines, rest = text.split("\n")
+    assert not rest, f"the stream ends within a line: {rest[-200:]}"
+    assert [json.loads(line)["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
 def tenant_in(sent: Mapping[str, Any]) -> dict[str, Any]:
     return {SALT: sent[SALT]} if SALT in sent else {}
 
@@ -427,6 +448,12 @@ def check_stream(text: str) -> None:
                 assert told.get("type") not in ("error", "response.failed"), value
     last = ("data: [DONE]", "event: message_stop", "event: response.completed", "event: response.incomplete")
     assert events[-1].startswith(last), f"the stream has no end: {events[-1][:200]}"
+
+
+STREAMS: Mapping[str, Callable[[str], None]] = {  # by their type: checks of a whole stream
+    "text/event-stream": check_stream,
+    "application/x-ndjson": check_lines,
+}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NoReturn
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -156,11 +157,12 @@ def _routes(models: ModelRegistry, answerer: Answerer, config: ServerConfig) -> 
         refuse_model_of_others(request, name or models.slot(None).name)
         return shown(models, name)
 
-    async def refused(request: Request) -> None:
+    async def refused(request: Request) -> NoReturn:
         """Refuses to change the models."""
         raise Unsupported(request.url.path, _OTHER_MODELS)
 
     for path in ("/pull", "/push", "/create", "/copy"):
-        router.post(path, name=path.removeprefix("/"), responses=posted)(refused)
-    router.delete("/delete", name="delete")(refused)
+        name = path.removeprefix("/")
+        router.post(path, name=name, status_code=400, response_model=None, responses=posted)(refused)
+    router.delete("/delete", name="delete", status_code=400, response_model=None)(refused)
     return router
