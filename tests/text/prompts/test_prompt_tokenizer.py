@@ -12,12 +12,12 @@ import pytest
 from rootstock.cache.types import Tokens
 from rootstock.errors import PromptTextTooLong
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from rootstock.text.prompts import owner
+from rootstock.text.prompts import tenant_salt
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer, TokenizedPieces
 from rootstock.text.prompts.splicing import Asker
 from waiting import join
 
-ANYBODY = Asker(owner.ANYBODY, {})
+ANYBODY = Asker(tenant_salt.ANYBODY, {})
 
 
 class CountingTokenizer(ByteTokenizer):
