@@ -22,7 +22,7 @@ import numpy as np
 import openai
 from numpy.typing import NDArray
 
-import rootstock.engine.engine as engine_module
+import rootstock.engine.sequence as sequence_module
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.sampling import SampledToken, Sampler
@@ -226,10 +226,10 @@ def served(model: Path, budget_bytes: int | None = None, chunk_tokens: int = 512
         EngineConfig(chunk_tokens=chunk_tokens),
     )
     app = create_app(made)
-    own, engine_module.Sampler = engine_module.Sampler, Scripted  # type: ignore[misc, attr-defined]
+    own, sequence_module.Sampler = sequence_module.Sampler, Scripted  # type: ignore[misc, attr-defined]
     try:
         with made.engine, running(app, made.engine) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
             yield World(made, client, script)
     finally:
-        engine_module.Sampler = own  # type: ignore[misc, attr-defined]
+        sequence_module.Sampler = own  # type: ignore[misc, attr-defined]

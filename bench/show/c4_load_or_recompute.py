@@ -274,12 +274,15 @@ class Bench:
             )
 
         self.engine.call(lambda: setattr(tiering, "choose", choose_so))
-        tiering.observe = tiering._learn = tiering._probe = lambda *_: None
+        speeds = tiering.load_or_recompute
+        speeds.observe_forward = speeds.observe_load = tiering._probe = lambda *_: None
         tiering.overdue = list  # no load is given up
         yield
         self.engine.call(lambda: None)  # the request's last reports have arrived
-        for name in ("choose", "observe", "_learn", "_probe", "overdue"):
+        for name in ("choose", "_probe", "overdue"):
             delattr(tiering, name)
+        for name in ("observe_forward", "observe_load"):
+            delattr(speeds, name)
 
     def ask(self, prompt: Tokens, tokens: int) -> Timed:
         self._requests += 1

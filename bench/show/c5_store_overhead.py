@@ -218,12 +218,15 @@ def watched(engine: Engine) -> Iterator[list[float]]:
 
         return call
 
-    names = ("store", "follow", "choose", "observe")
-    for name in names:
-        setattr(tiering, name, timed(getattr(tiering, name)))
+    timed_methods = [
+        *((tiering, name) for name in ("store", "follow", "choose")),
+        (tiering.load_or_recompute, "observe_forward"),
+    ]
+    for owner, name in timed_methods:
+        setattr(owner, name, timed(getattr(owner, name)))
     yield spent_s
-    for name in names:
-        delattr(tiering, name)
+    for owner, name in timed_methods:
+        delattr(owner, name)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ def serve(folder: Path, port: int, idle_work: str) -> None:
     import scripted_server
     from tokenizers import Tokenizer
 
-    import rootstock.engine.engine
     from rootstock.bench.tiny_model import TinyModelSpec, ensure_tiny_model
     from rootstock.cli import main as command
 
@@ -63,7 +62,7 @@ def serve(folder: Path, port: int, idle_work: str) -> None:
     scripted_server.scripts_for = scripts_for
     model = ensure_tiny_model(TinyModelSpec(layers=4), folder)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    rootstock.engine.engine.Sampler = scripted_server.scripted_sampler(tokenizer)  # type: ignore[attr-defined,misc]
+    scripted_server.use_sampler(scripted_server.scripted_sampler(tokenizer))
     template = TEMPLATE.read_text()
     for before, after in (
         ("'<|im_start|>' + message.role + '\\n'", "'<|' + message.role + '|>\\n'"),

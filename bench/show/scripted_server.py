@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import rootstock.engine.engine
+import rootstock.engine.sequence
 from rootstock.bench.tiny_model import TURN_END, TinyModelSpec, ensure_tiny_model
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Event, Finished, Request, Sink
@@ -192,6 +192,12 @@ def scripted_sampler(tokenizer: Any) -> type[Sampler]:
     return ScriptedSampler
 
 
+def use_sampler(sampler: type[Sampler]) -> None:
+    """Makes engines sample by a script."""
+    assert rootstock.engine.sequence.Sampler is Sampler, "engines make their samplers elsewhere"  # type: ignore[attr-defined]
+    rootstock.engine.sequence.Sampler = sampler  # type: ignore[attr-defined,misc]
+
+
 def record_usage(file: Path) -> None:
     submit = Engine.submit
 
@@ -225,7 +231,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = ensure_tiny_model(SPEC, Path(folder))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[attr-defined]
+        use_sampler(scripted_sampler(tokenizer))
         options = ["--served-model-name", NAME, "--chat-template", str(TEMPLATE), "--device", "cpu"]
         sys.argv = ["rootstock", "serve", str(model), *options, *others]
         command.main()
