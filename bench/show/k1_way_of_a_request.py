@@ -26,7 +26,7 @@ from docs.traced_chat import files_of, traced
 
 # The goals of issue 28 are 50 files, 380 functions and 1,800 calls, and 70 files of the rich chat.
 # Processors differ in a few kernels: the bars are some 3 % above the counts.
-PLAIN_FILES, PLAIN_FUNCTIONS, PLAIN_CALLS = 72, 520, 1_860
+PLAIN_FILES, PLAIN_FUNCTIONS, PLAIN_CALLS = 74, 525, 1_870
 RICH_FILES = 87
 
 TOOL = {
