@@ -25,6 +25,10 @@ class ModelNamespaces:
         """Returns the namespaces of a salt: of the base model, and of each adapter."""
         return [replace(self.base, salt=salt, adapter=adapter) for adapter in ("", *self.adapters)]
 
+    def asked(self, salt: str | None) -> list[Namespace | None]:
+        """Returns the namespaces of a salt. Without one, returns [None], which stands for all of the cache."""
+        return [None] if salt is None else [*self.of_salt(salt)]
+
     @staticmethod
     def known(base: Namespace, adapters: Iterable[str]) -> ModelNamespaces:
         return ModelNamespaces(base, tuple(sorted(adapters)))

@@ -336,9 +336,8 @@ class Engine:
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
         """Returns the volatile spans of one salt's prompts, or of all prompts, the costliest first."""
-        namespaces = Clearing(salt).namespaces(self.namespaces)
-        volatile = self._cache.volatile
-        found = self.call(lambda: [span for each in namespaces or (None,) for span in volatile.of(each)])
+        namespaces, volatile = self.namespaces.asked(salt), self._cache.volatile
+        found = self.call(lambda: [span for each in namespaces for span in volatile.of(each)])
         return sorted(found, key=lambda span: -span.recomputed_tokens)
 
     def stats(self) -> EngineStats:

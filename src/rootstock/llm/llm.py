@@ -648,7 +648,7 @@ def _one_for_each(params: Params, prompts: int) -> Sequence[SamplingParams]:
 
 def _use_of(options: PromptOptions, known: type[PromptOptions]) -> _Use:
     """Returns the namespace of a call. Raises TypeError for an option that there is not."""
-    names = known.__annotations__ | PromptOptions.__annotations__
+    names = known.__annotations__
     unknown = options.keys() - names.keys()
     if unknown:
         raise TypeError(f"there is no option {min(unknown)!r} here: there are {', '.join(names)}")

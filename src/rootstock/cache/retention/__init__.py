@@ -1,1 +1,1 @@
-"""What stays in the cache longer than its use: wishes of clients, grants, pauses between requests, pins."""
+"""Reasons to keep an entry beyond its use: wishes of clients, grants, pauses between requests, pins."""

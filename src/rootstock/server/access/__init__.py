@@ -1,1 +1,1 @@
-"""Who may send a request, and how many: hosts, origins, API keys, logins, rate limits."""
+"""Rules of who may send a request, and how many: hosts, origins, API keys, logins, rate limits."""
