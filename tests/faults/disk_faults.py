@@ -41,8 +41,9 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.index import INDEX_NAME
-from rootstock.tiers.disk.record import RecordLocation, decode_identity
+from rootstock.tiers.disk.record_reads import RecordLocation
 from rootstock.tiers.disk.tier import RETRY_S, DiskTier
+from rootstock.tiers.record import decode_identity
 from tiers.helpers import Clock, open_tier
 
 CAP_BYTES = 4 * 2**20

@@ -25,8 +25,8 @@ from rootstock.tiers.base import (
     Stored,
 )
 from rootstock.tiers.disk.index import INDEX_NAME
-from rootstock.tiers.disk.record import difference
 from rootstock.tiers.disk.tier import RETRY_S, DiskTier
+from rootstock.tiers.record import difference
 from tiers.helpers import (
     CAP_BYTES,
     NAMESPACE,

@@ -35,8 +35,8 @@ from rootstock.tiers.base import (
     TierState,
     as_bytes,
 )
-from rootstock.tiers.disk.record import difference
 from rootstock.tiers.reader import LoadEnded, LoadTask
+from rootstock.tiers.record import difference
 from rootstock.tiers.writer import Done, PutResult, Queued
 
 RecordCheck = Callable[[Record], None]

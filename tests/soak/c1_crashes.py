@@ -39,7 +39,7 @@ from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
 from rootstock.tiers.disk.index import Index, IndexRow
-from rootstock.tiers.disk.record import RecordLocation
+from rootstock.tiers.disk.record_reads import RecordLocation
 from rootstock.tiers.disk.tier import DiskTier
 
 # With the larger cap several records make a group that is synced and committed at once; with the smaller one each is

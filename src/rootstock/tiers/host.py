@@ -44,8 +44,8 @@ from rootstock.tiers.base import (
     as_bytes,
     views_of,
 )
-from rootstock.tiers.disk.record import difference
 from rootstock.tiers.kept import KeptBytes
+from rootstock.tiers.record import difference
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rootstock.tiers.base import (
     Tier,
     views_of,
 )
-from rootstock.tiers.disk.record import difference
+from rootstock.tiers.record import difference
 from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ import numpy as np
 from rootstock.cache.keys import RecordKey
 from rootstock.cache.retention.hint_types import MAX_TTL_S
 from rootstock.tiers.disk.files import Files
-from rootstock.tiers.disk.record import FORMAT, RecordLocation
+from rootstock.tiers.disk.record_reads import RecordLocation
 from rootstock.tiers.kept import KeptBytes
+from rootstock.tiers.record import FORMAT
 
 INDEX_NAME = f"v{FORMAT}-index.sqlite"
 WAL_NAME = INDEX_NAME + "-wal"

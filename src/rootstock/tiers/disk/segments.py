@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from rootstock.tiers.disk.files import Files, write_all
-from rootstock.tiers.disk.record import FORMAT, Encoded, RecordLocation
+from rootstock.tiers.disk.record_reads import RecordLocation
+from rootstock.tiers.record import FORMAT, Encoded
 
 _NAME = re.compile(rf"v{FORMAT}-(\d{{8,}})\.segment")
 

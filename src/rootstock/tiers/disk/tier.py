@@ -54,21 +54,12 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
 from rootstock.tiers.disk.index import NO_RETENTION, Index, IndexRow, StoredGrant, is_damage
-from rootstock.tiers.disk.record import (
-    Encoded,
-    Head,
-    RecordLocation,
-    decode_identity,
-    difference,
-    encode,
-    read_head,
-    read_payload,
-    verify,
-)
+from rootstock.tiers.disk.record_reads import RecordLocation, read_head, read_payload, verify
 from rootstock.tiers.disk.recovery import drop_unmatched, next_segment, opened_or_new
 from rootstock.tiers.disk.reports import DiskCounts, Failure, Verified
 from rootstock.tiers.disk.segments import Segments
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, DiskUsage, measure, remove_foreign
+from rootstock.tiers.record import Encoded, Head, decode_identity, difference, encode
 from rootstock.units import MIB, in_units
 
 _log = logging.getLogger(__name__)
@@ -225,6 +216,10 @@ class DiskTier:
         segments = Segments(files, folder, budget.segment_bytes, next_number)
         epoch_s = time.time() - time.monotonic()
         return DiskTier(files, folder, lock, index, segments, budget, time.monotonic, epoch_s, None)
+
+    def __contains__(self, key: RecordKey) -> bool:
+        """Returns whether the index has a record."""
+        return key in self._index
 
     # -- storing -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ All numbers are little-endian. Any change here needs a new `FORMAT`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,33 +20,15 @@ import xxhash
 from rootstock.cache.keys import Identity, RecordKind
 from rootstock.cache.retention.hint_types import Keep
 from rootstock.tiers.base import Miss, MissKind, Record
-from rootstock.tiers.disk.files import Files, read_all
-from rootstock.units import MIB
 
 FORMAT = 1
 _MAGIC = b"RtStkRec"
 _PREFIX = struct.Struct("<8sIQ16s")
 _SIZES = struct.Struct("<IQ")
 _IDENTITY = struct.Struct("<16s16s16sBIQIHH")
-_CHUNK_BYTES = MIB
 _MOST_START = 1 << 48  # position
-_SMALL_HEADER_BYTES = 1 << 16  # up to this size the header is read with its prefix, in one call
 
 PREFIX_BYTES = _PREFIX.size
-
-
-@dataclass(frozen=True, slots=True)
-class RecordLocation:
-    """Place of a record."""
-
-    segment: int
-    offset: int
-    stored_bytes: int
-    header_bytes: int
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.stored_bytes - PREFIX_BYTES - self.header_bytes
 
 
 def encode_identity(identity: Identity) -> bytes:
@@ -150,87 +131,39 @@ class Head:
     buffer_bytes: tuple[int, ...]
     checksum: bytes
     header: memoryview
+    payload_bytes: int
+
+    def begin_checksum(self) -> xxhash.xxh3_128:
+        """Begins the checksum, to which the payload has to be added."""
+        h = xxhash.xxh3_128(_SIZES.pack(self.header.nbytes, self.payload_bytes))
+        h.update(self.header)
+        return h
 
 
-def read_head(files: Files, fd: int, place: RecordLocation) -> Head | Miss:
-    """Reads the head of a record. Raises OSError."""
-    if 0 <= place.header_bytes <= _SMALL_HEADER_BYTES:
-        front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
-        if read_all(files, fd, [front], place.offset):
-            return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
-    # The row's header size may be wrong: memory is allocated only if the prefix agrees with it.
-    prefix = memoryview(bytearray(PREFIX_BYTES))
-    if not read_all(files, fd, [prefix], place.offset):
-        return Miss(MissKind.MISSING_BYTES, "the file ends before the record")
-    if (other := _checked_prefix(prefix, place)) is not None:
-        return other
-    front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
-    if not read_all(files, fd, [front], place.offset):
-        return Miss(MissKind.MISSING_BYTES, "the file ends within the header")
-    return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
-
-
-def _checked_prefix(prefix: memoryview, place: RecordLocation) -> Miss | None:
+def sizes_in(prefix: memoryview) -> tuple[int, int] | None:
+    """Returns the bytes of header and payload that a prefix names; None: no record begins with it."""
     magic, header_bytes, payload_bytes, _ = _PREFIX.unpack(prefix)
-    if magic != _MAGIC or (header_bytes, payload_bytes) != (place.header_bytes, place.payload_bytes):
-        return Miss(MissKind.CHECKSUM, "no such record begins here")
-    return None
+    return (header_bytes, payload_bytes) if magic == _MAGIC else None
 
 
-def _head(front: memoryview, place: RecordLocation) -> Head | Miss:
-    """Decodes prefix and header. The prefix has been compared with the row."""
+def head_of(front: memoryview, payload_bytes: int) -> Head | Miss:
+    """Decodes prefix and header, of a record whose payload has so many bytes."""
     *_, checksum = _PREFIX.unpack(front[:PREFIX_BYTES])
-    header, header_bytes = front[PREFIX_BYTES:], place.header_bytes
+    header = front[PREFIX_BYTES:]
     damaged = Miss(MissKind.CHECKSUM, "the header is damaged")
-    if header_bytes < 8:
+    if header.nbytes < 8:
         return damaged
     (identity_bytes,) = struct.unpack_from("<I", header)
-    if header_bytes < identity_bytes + 8:
+    if header.nbytes < identity_bytes + 8:
         return damaged
     identity = decode_identity(header[4 : 4 + identity_bytes])
     (count,) = struct.unpack_from("<I", header, 4 + identity_bytes)
-    if identity is None or header_bytes != 8 + identity_bytes + 8 * count:
+    if identity is None or header.nbytes != 8 + identity_bytes + 8 * count:
         return damaged
     buffer_bytes = struct.unpack_from(f"<{count}Q", header, 8 + identity_bytes)
-    if sum(buffer_bytes) != place.payload_bytes:
+    if sum(buffer_bytes) != payload_bytes:
         return damaged
-    return Head(identity, buffer_bytes, checksum, header)
-
-
-def read_payload(
-    files: Files, fd: int, place: RecordLocation, head: Head, views: Sequence[memoryview]
-) -> Miss | None:
-    """Fills `views`, whose total size is the payload's, and verifies the record. Raises OSError."""
-    if not read_all(files, fd, views, place.offset + PREFIX_BYTES + place.header_bytes):
-        return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
-    h = _begin(head, place)
-    for view in views:
-        h.update(view)
-    return None if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
-
-
-def verify(files: Files, fd: int, place: RecordLocation) -> Head | Miss:
-    """Verifies a whole record, reading it in pieces without keeping its payload. Raises OSError."""
-    head = read_head(files, fd, place)
-    if isinstance(head, Miss):
-        return head
-    h = _begin(head, place)
-    chunk = memoryview(bytearray(min(_CHUNK_BYTES, place.payload_bytes)))
-    offset = place.offset + PREFIX_BYTES + place.header_bytes
-    end = place.offset + place.stored_bytes
-    while offset < end:
-        part = chunk[: end - offset]
-        if not read_all(files, fd, [part], offset):
-            return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
-        h.update(part)
-        offset += part.nbytes
-    return head if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
-
-
-def _begin(head: Head, place: RecordLocation) -> xxhash.xxh3_128:
-    h = xxhash.xxh3_128(_SIZES.pack(place.header_bytes, place.payload_bytes))
-    h.update(head.header)
-    return h
+    return Head(identity, buffer_bytes, checksum, header, payload_bytes)
 
 
 def difference(asked: Identity, found: Identity) -> MissKind | None:
