@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from rootstock.errors import InvalidOption
+from rootstock.fleet_config import KV_EVENTS, REMOTE, KVEventsConfig, RemoteConfig
 from rootstock.options import (
     BUDGET,
     CACHE,
     DRAFT_TOKENS,
     FILE,
     FILES,
+    FLEET,
     MEMORY_LIMIT,
     MODEL,
     NAMES,
@@ -158,6 +160,26 @@ class TierConfig:
         SIZE,
         least=0,
     )
+    remote: RemoteConfig | None = option(
+        None,
+        "remote-url",
+        FLEET,
+        "Valkey or Redis server whose records several servers share, such as valkey://host:6379. rediss:// with a "
+        "user and password: encrypted. In the query: timeout, ca (file), prefix (of keys).",
+        REMOTE,
+        metavar="ADDRESS",
+        unset="no shared tier",
+        secret=True,
+    )
+    remote_key_file: Path | None = option(
+        None,
+        "remote-key-file",
+        FLEET,
+        "File with a secret of 32 bytes or more, the same for all servers. Records carry a code made with it, so "
+        "that others who can write to the shared server cannot plant records.",
+        FILE,
+        unset="no codes",
+    )
     verify_hits: float = option(
         0.0,
         "verify-hits",
@@ -280,6 +302,20 @@ class EngineConfig:
         "the model is in unified memory, else off.",
         MEMORY_LIMIT,
         least=0,
+    )
+
+    kv_events: KVEventsConfig | None = option(
+        None,
+        "kv-events",
+        FLEET,
+        "Publish KV events in vLLM's format at a ZeroMQ address, such as tcp://*:5557?replay=5558, for routers that "
+        "learn from them what is cached where. Events hold prompts as token ids, and are not encrypted. Needs "
+        "rootstock[events]. In the query: replay (port), topic, format (map or array).",
+        KV_EVENTS,
+        metavar="ADDRESS",
+        unset="no events",
+        per_model=True,
+        library=False,
     )
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ T = TypeVar("T")
 # The panels of `--help`, in their order.
 MODEL, CACHE, RETENTION, TIERS = "Model", "Cache", "Hints and idle work", "Tiers"
 SCHEDULING, SAMPLING, SERVER = "Scheduling", "Sampling and speculation", "Server"
-OBSERVATION = "Dashboard, metrics, traces and logs"
-PANELS = (MODEL, CACHE, RETENTION, TIERS, SCHEDULING, SAMPLING, SERVER, OBSERVATION)
+OBSERVATION, FLEET = "Dashboard, metrics, traces and logs", "Several servers"
+PANELS = (MODEL, CACHE, RETENTION, TIERS, SCHEDULING, SAMPLING, SERVER, OBSERVATION, FLEET)
 
 # ---------------------------------------------------------------------------------------------- forms of values
 

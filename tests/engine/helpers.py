@@ -120,8 +120,10 @@ class Bench:
             clock=lambda: next(ticks) * 1e-3,  # eviction depends on the time of the last use
             stored=stored_index(self.runtime, tier, block_size),
             through=tier.disk_write == "through",
+            stored_is_shared=tier.remote is not None,
             rows=None if described.memory == "host" else divided_rows(families, budget, block_size),
             lazy_states=described.lazy_states,
+            announces=engine.kv_events is not None,
         )
         self.runtime.allocate(self.cache.rows, block_size)
         tier_connector = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from block_listener import BlockListener
 from property.provenance import SALTS, Provenance, heads_of
 from property.simulated_tier import (
     Failing,
@@ -351,6 +352,7 @@ def _live(
         through=tier is not None and bool(rng.random() < 0.4),
         retained_share=float(shares.choice([0.2, 0.9])),
         pinned_share=float(shares.choice([0.25, 1.0])),
+        announces=seed % 3 > 0,
     )
     runtime.allocate(cache.rows, block_size)
     connector = None
@@ -389,6 +391,7 @@ def _live(
     if provenance is not None:
         engine.public_heads = provenance.heads
     pinning = Pinning(seed, cache, engine)
+    listener = BlockListener(block_size)
     clients: list[Client] = []
     idle_rng = np.random.default_rng([seed, 2])
     to_come = int(rng.integers(3, 16))
@@ -435,6 +438,7 @@ def _live(
         assert cache.pools.backed_bytes <= taken_at_most, "more memory is taken than the budget allows"
         if provenance is not None:
             provenance.judge_waiting(engine)
+        _hear(listener, cache)
         if check_every_step:
             cache.check()
             engine.scheduler.check()
@@ -476,10 +480,25 @@ def _live(
             engine.stop()  # writes memory's blocks to the tier; otherwise it is a crash
     cache.clear()
     cache.check()
+    _hear(listener, cache)
+    assert not any(listener.groups.values()), "blocks are announced that are gone"
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     subject.end(runtime)
     return [*before, *clients]
+
+
+def _hear(listener: BlockListener, cache: KVCache) -> None:
+    """Announces the changes since the last call, and compares all that the listener knows with the cache's set."""
+    resumable = cache.tree.resumable
+    if resumable is None:
+        return
+    listener.hear(resumable.take())
+    for group, keys in listener.groups.items():
+        assert keys == resumable.keys(group)
+    late = BlockListener(listener.block_size)
+    late.hear(resumable.all(cache.tree.nodes()))
+    assert {group: keys for group, keys in listener.groups.items() if keys} == late.groups
 
 
 def _bytes_of(cache: KVCache) -> int:

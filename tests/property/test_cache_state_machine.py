@@ -77,7 +77,12 @@ class TreeAndPool(RuleBasedStateMachine):
         self.families = token_families(model)
         budget = blocks * sum(row_bytes(family, block_size) for family in model)
         self.cache = KVCache(
-            model, budget, block_size, clock=lambda: self.time, retained_share=retained_share
+            model,
+            budget,
+            block_size,
+            clock=lambda: self.time,
+            retained_share=retained_share,
+            announces=True,
         )
         # Content of each position of each block: the whole prefix that ends there, or None for garbage.
         self.memory: list[list[list[Prefix | None]]] = [

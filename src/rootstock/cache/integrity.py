@@ -11,8 +11,10 @@ from rootstock.cache.keys import prefix_digest
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, Root
+from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.resumable_blocks import PREFIXES, ResumableBlocks, block_keys
 from rootstock.cache.retention.grants import Level
+from rootstock.cache.write_back import path_tokens
 
 
 def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None:
@@ -27,6 +29,8 @@ def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None
     for node in tree.nodes():
         count.node(node)
     _check_retention(tree)
+    if tree.resumable is not None:
+        _check_resumable(tree, tree.resumable)
     tree.queue.check()
     tree.checkpoints.check()
     for lease in leases:
@@ -48,6 +52,23 @@ def _check_retention(tree: PrefixTree) -> None:
             levels = charged.setdefault(grant.tenant, {})
             levels[grant.level] = levels.get(grant.level, 0) + size
     tree.ledger.check(charged)
+
+
+def _check_resumable(tree: PrefixTree, resumable: ResumableBlocks) -> None:
+    """Recounts the blocks up to which a request can resume from the nodes and checkpoints alone."""
+    size, prefixes, at_checkpoints = tree.block_size, set[int](), set[int]()
+    for node in tree.nodes():
+        scope, tokens = path_tokens(node, node.end)
+        if scope.namespace.is_private:
+            continue
+        keys = block_keys(tokens, scope, size).tolist()
+        reach = max(node.checkpoints, default=node.start)
+        if tree.pools.resume_anywhere or any(deeper.checkpoints for deeper in walk(node)):
+            reach = node.end
+        prefixes.update(keys[node.start // size : reach // size])
+        at_checkpoints.update(keys[at // size - 1] for at in node.checkpoints if at >= size)
+    assert resumable.keys(PREFIXES) == prefixes
+    assert tree.pools.resume_anywhere or resumable.keys(PREFIXES + 1) == at_checkpoints
 
 
 class _Count:

@@ -41,6 +41,7 @@ from rootstock.cache.plan import NOTHING, Plan, Store, together
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, HitProtection, Node
+from rootstock.cache.resumable_blocks import ResumableBlocks, block_groups
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retention.grants import keep_of
 from rootstock.cache.retention.hint_decisions import MOST_SHARES, RETAINED_SHARE, Retainer
@@ -65,10 +66,12 @@ class KVCache:
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
-    below. With it, plans carry stores of evicted rows; with `through`, stores of all published rows. `retained_share`
+    below. With it, plans carry stores of evicted rows; with `through`, or if other servers share the tier
+    (`stored_is_shared`), stores of all published rows. `retained_share`
     and `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
     cache's part in a budget of several caches, and `budget_bytes` is then the whole budget. `lazy_states`: a state
-    takes memory when its slot is written, although `rows` divide the budget. Raises BudgetTooSmall.
+    takes memory when its slot is written, although `rows` divide the budget. `announces`: the tree keeps the set of
+    blocks up to which a request can resume (`ResumableBlocks`). Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -87,16 +90,20 @@ class KVCache:
         pinned_share: float = PINNED_SHARE,
         share: BudgetShare | None = None,
         lazy_states: bool = False,
+        stored_is_shared: bool = False,
+        announces: bool = False,
     ) -> None:
         self._require_options(families, budget_bytes, block_size, rows)
         require_share("retained_share", retained_share)
         require_share("pinned_share", pinned_share)
         self._lazy_states = lazy_states
+        self._announces = announces
         self._retained_share = retained_share
         self._pinned_share = pinned_share
         self.block_size = int(block_size)
         self.stored = stored if reuse else None
         self._through = through
+        self._stored_is_shared = stored_is_shared
         self.families = tuple(families)
         self.budget_bytes = int(budget_bytes)
         self.reuse = reuse
@@ -139,9 +146,14 @@ class KVCache:
         self.write_back = (
             None
             if self.stored is None
-            else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
+            else WriteBackQueue(
+                pools, self.stored, through=self._through, shared=self._stored_is_shared, clock=self._clock
+            )
         )
-        tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
+        resumable = ResumableBlocks(pools, len(block_groups(self.families))) if self._announces else None
+        tree = self.tree = PrefixTree(
+            pools, self._policy, self._clock, self.counters, self.write_back, resumable
+        )
         self._volatile = VolatileSpans()
         self._diverged: list[tuple[Scope, Tokens, int]] = []  # prompts to compare, and where each diverged
         self._leases: dict[LeaseId, Lease] = {}

@@ -39,6 +39,7 @@ from rootstock.cache.radix_node import (
     split,
     walk,
 )
+from rootstock.cache.resumable_blocks import ResumableBlocks
 from rootstock.cache.retention.accounts import RetentionLedger
 from rootstock.cache.retention.grants import Grant
 from rootstock.cache.shared_budget import Value
@@ -66,7 +67,8 @@ _FIRST_VERSIONS = itertools.count(0, 1 << 40)
 
 
 class PrefixTree:
-    """Radix tree of prefixes. `write_back` receives evicted blocks and checkpoints before their rows are free."""
+    """Radix tree of prefixes. `write_back` receives evicted blocks and checkpoints before their rows are free,
+    `resumable` every change of nodes and checkpoints."""
 
     def __init__(
         self,
@@ -75,9 +77,11 @@ class PrefixTree:
         clock: Callable[[], float],
         counters: Counters,
         write_back: WriteBackQueue | None = None,
+        resumable: ResumableBlocks | None = None,
     ) -> None:
         self.pools = pools
         self.write_back = write_back
+        self.resumable = resumable
         self.pool: BlockPool = pools.full.pool
         self.block_size = pools.block_size
         self.counters = counters
@@ -312,6 +316,8 @@ class PrefixTree:
         """Splits an edge; returns the upper half."""
         self.version += 1
         upper = split(node, position, self.pool, self.block_size)
+        if self.resumable is not None:
+            self.resumable.split(upper, node)
         if upper.grant is not None:
             self.ledger.divided(upper)
         if node.queue_ticket:
@@ -469,6 +475,8 @@ class PrefixTree:
                 self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
             node.last_used = now
+            if self.resumable is not None:
+                self.resumable.grown(node)
             return node
         blocks = lease.table[position // size : -(-end // size)].copy()
         self.pool.hold(blocks)
@@ -484,6 +492,8 @@ class PrefixTree:
         leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
+        if self.resumable is not None:
+            self.resumable.grown(leaf)
         if position % size and not isinstance(node, Root) and node.ref_count == 1:
             self._merge_last_block(lease, node, blocks[:1])
         return leaf
@@ -601,6 +611,8 @@ class PrefixTree:
             self.ledger.set(checkpoint, grant, checkpoint.size_bytes)
         self.checkpoints.put(checkpoint)
         self.counters.checkpoints_taken += 1
+        if self.resumable is not None:
+            self.resumable.kept(checkpoint)
         for other in _neighbours(checkpoint):
             if other.grant is not None and other.is_spent:
                 self.ledger.clear(other, other.size_bytes)
@@ -616,6 +628,8 @@ class PrefixTree:
         self.checkpoints.drop(checkpoint)
         self.ledger.clear(checkpoint, checkpoint.size_bytes)
         del node.checkpoints[checkpoint.position]
+        if self.resumable is not None:
+            self.resumable.dropped(checkpoint, node)
         for protection in checkpoint.protections:
             protection.checkpoint = None
         checkpoint.protections.clear()
@@ -892,6 +906,8 @@ class PrefixTree:
             if leaf.grant is not None:
                 self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
+            if self.resumable is not None:
+                self.resumable.trimmed(leaf)
             self.counters.evicted_blocks += len(gone)
             self.queue.put(leaf)
             return gone
@@ -931,6 +947,8 @@ class PrefixTree:
             self._count_unasked(leaf, leaf.start - leaf.end)
         self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
+        if self.resumable is not None:
+            self.resumable.removed(leaf)
         self.ledger.clear(leaf, self.size_bytes(leaf))
         del parent.children[int(leaf.tokens[0])]
         for protection in leaf.protections:

@@ -25,7 +25,11 @@ from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 
 class WriteBackQueue:
-    """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less."""
+    """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less.
+
+    With `shared`, other servers find records too, by the tokens of their prompts alone. A full block is of no use
+    to a prompt that ends inside it, so that a checkpoint inside a block is stored with the block's part up to
+    there."""
 
     def __init__(
         self,
@@ -33,12 +37,14 @@ class WriteBackQueue:
         stored: StoredIndex,
         *,
         through: bool = False,
+        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stored = stored
         self._clock = clock
         self._kept: dict[RecordKey, Keep] = {}
-        self.through = through
+        self.through = through or shared
+        self._shared = shared
         self.is_open = True  # if not, the tier takes no stores: evicted rows are dropped
         self._pools = pools
         self._waiting: dict[RecordKey, Store] = {}
@@ -136,6 +142,9 @@ class WriteBackQueue:
             tokens = lease.tokens[: checkpoint.position]
             keep = keep_of(checkpoint, self._clock())
             self._add_checkpoint(lease.scope, tokens, checkpoint, lease.slot, keep)
+            full, first = self._pools.full, len(tokens) // self._size
+            if self._shared and full.family is not None and len(tokens) % self._size:
+                self._add_blocks(lease.scope, tokens, first, lease.table[first : first + 1], full, keep)
 
     def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""

@@ -57,6 +57,10 @@ class AdapterTable:
         with self._lock:
             return sorted(self._known)
 
+    def name_of(self, fingerprint: str) -> str:
+        """Returns a name of an adapter, or its fingerprint if it has no name any more."""
+        return next((each.name for each in self.all if each.fingerprint == fingerprint), fingerprint)
+
     def stats(self, running: Mapping[str, int], waiting: Mapping[str, int]) -> AdapterStats | None:
         """Returns the requests of each adapter by its names. The arguments have them by fingerprint."""
         if not self._known:

@@ -99,10 +99,12 @@ def _assembled(
         rows=rows,
         stored=stored_index(runtime, tier, cache.block_size),
         through=tier.disk_write == "through",
+        stored_is_shared=tier.remote is not None,
         share=share,
         retained_share=cache.retained_share,
         pinned_share=cache.pinned_share,
         lazy_states=described.lazy_states,
+        announces=engine.kv_events is not None,
     )
     runtime.allocate(kv.rows, cache.block_size)
     tier_connector = open_below(runtime, kv, tier, engine.chunk_tokens)

@@ -126,6 +126,7 @@ class Engine:
             self._at_end.callback(self.constraints.close)
         self._at_end.callback(self.steps.close)
         self.tier_connector = tier_connector
+        self._looks_up = tier_connector is not None and tier_connector.looks_up
         self.public_heads: PublicHeads | None = None  # set before the first request, if there are any
         self._idle = threading.Event()  # set while no request is in the engine
         self._idle.set()
@@ -227,6 +228,10 @@ class Engine:
             self._runtime.unload_adapter(fingerprint)
         self._has_nameless_adapters = bool(nameless & in_use)
 
+    def adapter_name(self, fingerprint: str) -> str:
+        """Returns a name of a LoRA adapter, or its fingerprint if it has no name any more."""
+        return self.adapters.name_of(fingerprint)
+
     def scope(self, tokens: Tokens, namespace: Namespace | None = None) -> Scope:
         """Returns the namespaces of a prompt; None: without a salt, of the base model.
 
@@ -251,7 +256,15 @@ class Engine:
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequences.make(request, sink, self.scope_of(request), self._clock())
-        self._requests.add(sequence, lambda: self.run_soon(lambda: self._begin(sequence)))
+
+        def begin() -> None:
+            self.run_soon(lambda: self._begin(sequence))
+
+        def look_up() -> None:
+            assert self.tier_connector is not None
+            self.tier_connector.look_up(request.tokens, sequence.scope, begin)
+
+        self._requests.add(sequence, look_up if self._looks_up else begin)
 
     def _refuse_unloaded(self, request: Request) -> None:
         if request.adapter and not self.adapters.is_loaded(request.adapter):

@@ -15,6 +15,7 @@ from rootstock.engine.activity import Activity
 from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
 from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleWork
+from rootstock.engine.kv_events.part import KVEvents
 from rootstock.engine.memory_watch import MemoryGuard, MemoryWatch
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.parts import Part, PartHooks
@@ -40,6 +41,8 @@ class Owner(Protocol):
         ...
 
     def scope_of(self, asked: Request | IdlePrefill) -> Scope: ...
+
+    def adapter_name(self, fingerprint: str) -> str: ...
 
 
 class PlanExecutor:
@@ -70,6 +73,7 @@ class EngineParts:
     hit_verifier: HitVerifier | None
     idle_prefills: IdlePrefills | None
     returns: AwaitedReturns | None
+    kv_events: KVEvents | None
     idle_work: IdleWork
 
     @classmethod
@@ -110,7 +114,7 @@ class EngineParts:
             if tiers is not None:
                 tiers.follow()
 
-        guard = loads = price = verifier = prefills = returns = None
+        guard = loads = price = verifier = prefills = returns = kv_events = None
         if memory_watch is not None:
             guard = MemoryGuard(memory_watch, runtime, cache, scheduler, apply)
         if tiers is not None:
@@ -129,10 +133,12 @@ class EngineParts:
             if tiers is not None:
                 returns = AwaitedReturns(cache, prefills, clock, engine.scope_of)
                 prefills.expect = returns.expect
+        if config.kv_events is not None:
+            kv_events = KVEvents.open(config.kv_events, cache, engine.run_soon, engine.adapter_name)
         activity = Activity(clock)
         parts: tuple[Part | None, ...] = (
             *(guard, loads, price, pacing, proposer),
-            *(returns, prefills, verifier, activity),
+            *(returns, prefills, verifier, activity, kv_events),
         )
         idle = IdleWork(
             [task for task in (returns, prefills, verifier) if task is not None],
@@ -148,6 +154,7 @@ class EngineParts:
             verifier,
             prefills,
             returns,
+            kv_events,
             idle,
         )
 

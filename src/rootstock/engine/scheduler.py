@@ -589,7 +589,7 @@ class Scheduler:
         elif lease is not None:
             self._running.remove(sequence)
             self._cache.release(lease, ReleaseReason.ABORTED)
-        else:
+        elif sequence in self._waiting:  # or else its prompt is still looked up in a shared tier
             self._waiting.remove(sequence)
         self._unprotect_hit(sequence)
         sequence.state = Waiting()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
+from rootstock.engine.kv_events.part import KVEventStats
 from rootstock.engine.memory_watch import MemoryStats
 from rootstock.engine.request import PromptTokens
 from rootstock.engine.sequence import Phase
@@ -86,4 +87,5 @@ class EngineStats:
     phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
     adapters: AdapterStats | None = None  # None: none was ever loaded
     memory: MemoryStats | None = None  # None: the process's memory has no limit
+    kv_events: KVEventStats | None = None  # None: none are published
     pool_copies: int | None = None  # arrays of the pools that writes have copied; None: not counted

@@ -116,7 +116,7 @@ class Loaded:
     """Result: the payload is verified. It is in the caller's buffers, if given, or in new ones, split as stored."""
 
     payload: tuple[memoryview, ...]
-    source: Literal["host", "disk"] = "host"  # "host": memory of the host, also a queue of stores
+    source: Literal["host", "disk", "remote"] = "host"  # "host": memory of the host, also a queue of stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,10 @@ class Tier(Protocol):
     @property
     def state(self) -> TierState: ...
 
+    def __contains__(self, key: RecordKey) -> bool:
+        """Returns whether a record is there, without reading it. Does not wait."""
+        ...
+
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         """Stores records. Returns one outcome for each, in order."""
         ...
@@ -202,6 +206,9 @@ class UnavailableTier:
     @property
     def state(self) -> TierState:
         return self._off
+
+    def __contains__(self, key: RecordKey) -> bool:
+        return False
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         return [NotStored(Refusal.UNAVAILABLE, self._off.reason) for _ in records]

@@ -63,6 +63,9 @@ class TierChain:
         """Returns the state of the upper tier, which works in every state of the lower tier."""
         return self.upper.state
 
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self.upper or key in self._moving or key in self.lower
+
     # -- storing -------------------------------------------------------------------------------------------------
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:

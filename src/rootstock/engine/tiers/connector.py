@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.explain import LoadChoice
-from rootstock.cache.keys import Identity, Namespace, RecordKey
+from rootstock.cache.keys import Identity, Namespace, RecordKey, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
 from rootstock.cache.tier_index import StoredIndex, TierHit
+from rootstock.cache.types import Tokens
 from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.engine.tiers.load_or_recompute import STALE_S, LoadOrRecompute
 from rootstock.runtime.base import Runtime
@@ -42,6 +43,8 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.disk.tier import DiskTier
 from rootstock.tiers.reader import LoadEnded, LoadJob, LoadTask, TierReader
+from rootstock.tiers.remote.lookups import LOOKUP_SHARE, PromptLookups
+from rootstock.tiers.remote.tier import RemoteCounts, RemoteTier, RemoteUsage
 from rootstock.tiers.writer import PutResult, TierWriter
 from rootstock.units import MIB
 
@@ -52,6 +55,7 @@ PROBE_BYTES = 8 * MIB  # read to learn how fast a tier is
 PROBE_RECORDS = 16
 # A load that takes this many times the predicted time is given up: its request computes instead.
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
+REMOTE_LEAST_BYTES_PER_S = 20 * MIB  # a load from a shared server that is slower than this is given up
 
 
 class TierEvents:
@@ -73,6 +77,15 @@ class TierEvents:
             self._queue.put(lambda stored: stored.add(identity))
         else:
             self._queue.put(lambda stored: stored.remove(identity.key))
+
+    def found(self, identities: Sequence[Identity]) -> None:
+        """Notes records that a look-up has found."""
+
+        def add(stored: StoredIndex) -> None:
+            for identity in identities:
+                stored.add(identity)
+
+        self._queue.put(add)
 
     def tell(self, event: Callable[[StoredIndex], None]) -> None:
         self._queue.put(event)
@@ -102,6 +115,7 @@ class Space:
     foreign_bytes: int = 0  # included in used_bytes: other formats and unknown files, evicted first
     host_used_bytes: int = 0
     host_cap_bytes: int = 0  # 0: there is no host tier
+    remote: RemoteUsage | None = None  # None: there is no shared server, or it does not answer
 
 
 UNMEASURED = Space(0, 0)
@@ -133,6 +147,9 @@ class TierStats:
     host_used_bytes: int
     host_cap_bytes: int
     write_amplification: float
+    remote: RemoteCounts | None = None  # None: there is no shared tier
+    remote_is_ready: bool = False
+    remote_usage: RemoteUsage | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -164,8 +181,11 @@ class TierConnector:
         clock: Callable[[], float],
         disk: DiskTier | None = None,
         space: Callable[[], Space] = lambda: UNMEASURED,
+        remote: RemoteTier | None = None,
+        lookups: PromptLookups | None = None,
     ) -> None:
-        """`disk` and `space` give the statistics of the disk, if there is one."""
+        """`disk` and `space` give the statistics of the disk, if there is one. `lookups` finds records of the shared
+        tier `remote` when prompts are submitted."""
         assert cache.stored is not None, "a cache with tiers has an index of stored records"
         self._runtime = runtime
         self._cache = cache
@@ -178,6 +198,9 @@ class TierConnector:
         self._clock = clock
         self._disk = disk
         self._space = space
+        self._remote = remote
+        self._lookups = lookups
+        self._remote_patience_s = 0.0 if remote is None else (1 - LOOKUP_SHARE) * remote.timeout_s
         self._in_flight: dict[Lease, LoadInFlight] = {}
         self._probing = False
         self._clear_asked = False
@@ -248,6 +271,25 @@ class TierConnector:
                 self._put(store)
         self._writer.drain()
 
+    # -- prompts -------------------------------------------------------------------------------------------
+
+    @property
+    def looks_up(self) -> bool:
+        """True if a prompt's records are found by `look_up` only."""
+        return self._lookups is not None
+
+    def look_up(self, tokens: Tokens, scope: Scope, ended: Callable[[], None]) -> None:
+        """Finds a prompt's records in the shared tier, and calls `ended` then, also if it cannot be asked. For any
+        thread."""
+        assert self._lookups is not None
+
+        def found(identities: Sequence[Identity]) -> None:
+            if identities:
+                self._events.found(identities)
+            ended()
+
+        self._lookups.look_up(tokens, scope, found)
+
     # -- loads -----------------------------------------------------------------------------------------
 
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
@@ -279,14 +321,13 @@ class TierConnector:
         Without a sequence, no request waits for the load.
         """
         choice = None if sequence is None else sequence.load_choice
-        slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
         begun = LoadInFlight(
             lease,
             position,
             loads,
             [self._runtime.buffers(load.part) for load in loads],
             sequence,
-            self._clock() + max(OVERDUE_LEAST_S, OVERDUE_FACTOR * slowest),
+            self._clock() + (OVERDUE_LEAST_S if choice is None else self._patience_s(choice)),
         )
         self._in_flight[lease] = begun
         keys = [load.identity.key for load in loads]
@@ -298,6 +339,18 @@ class TierConnector:
             return
         tasks = [LoadTask(load.identity, buffers) for load, buffers in zip(loads, begun.buffers, strict=True)]
         begun.job = self._reader.submit(tasks, lambda end: ended(begun, end))
+
+    def _patience_s(self, choice: LoadChoice) -> float:
+        """Returns after how many seconds a load is overdue.
+
+        A disk that is slower than predicted may still be faster than computing. A shared server that is slower than
+        predicted is in trouble, and all requests would wait for it.
+        """
+        load_s, compute_s = choice.load_s or 0.0, choice.compute_s or 0.0
+        if self._remote is None:
+            return max(OVERDUE_LEAST_S, OVERDUE_FACTOR * max(load_s, compute_s))
+        unmeasured_s = choice.payload_bytes / REMOTE_LEAST_BYTES_PER_S
+        return max(self._remote_patience_s + unmeasured_s, OVERDUE_FACTOR * load_s)
 
     def give_up(self, sequence: RequestSequence) -> None:
         """Detaches a load in flight from its request, and cancels it."""
@@ -442,6 +495,8 @@ class TierConnector:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+        if self._lookups is not None:
+            self._lookups.close()
         self._tier.close()
 
     def measure(self) -> Space:
@@ -473,6 +528,9 @@ class TierConnector:
             host_used_bytes=space.host_used_bytes,
             host_cap_bytes=space.host_cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
+            remote=None if self._remote is None else self._remote.counted(),
+            remote_is_ready=self._remote is not None and isinstance(self._remote.state, Ready),
+            remote_usage=space.remote,
         )
 
 

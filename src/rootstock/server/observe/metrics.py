@@ -35,6 +35,7 @@ from rootstock.server.observe.vllm_metrics import (
 from rootstock.server.request_info import RequestInfo
 from rootstock.server.wire.api_call import ApiCall
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.tiers.remote.tier import RemoteCounts
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -319,6 +320,10 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
         help = "Requests that waited because the process was close to its memory limit"
         counter("memory_held_requests", help, memory.held_requests)
         counter("memory_returns", "Returns of unused memory to the system", memory.returns)
+    if stats.kv_events is not None:
+        counter("kv_event_batches", "Batches of KV events published", stats.kv_events.batches)
+        counter("kv_events", "KV events published", stats.kv_events.events)
+        counter("kv_event_bytes", "Bytes of published batches of KV events", stats.kv_events.bytes)
     if stats.pool_copies is not None:
         help = "Arrays of the pools that writes have copied as a whole: always 0, unless there is a fault"
         counter("pool_copies", help, stats.pool_copies)
@@ -362,6 +367,41 @@ def _add_tier(
     counter("tier_stored_records", "Records stored durably", tier.stored_records)
     counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
     gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
+    if tier.remote is not None:
+        _add_remote(tier, tier.remote, gauge, gauges, counter, counts)
+
+
+def _add_remote(
+    tier: TierStats,
+    remote: RemoteCounts,
+    gauge: Callable[[str, str, float], None],
+    gauges: Callable[[str, str, str, Mapping[str, float | None]], None],
+    counter: Callable[[str, str, float], None],
+    counts: Callable[[str, str, str, Mapping[str, float]], None],
+) -> None:
+    gauge("remote_ready", "1 while the shared server can be reached", tier.remote_is_ready)
+    counter("remote_outages", "Times at which the shared server could no longer be reached", remote.outages)
+    counter("remote_lookups", "Prompts looked up in the shared server", remote.lookups)
+    records = {
+        "stored": remote.stored_records,
+        "already_stored": remote.already_stored,
+        "found": remote.found_records,
+        "loaded": remote.loaded_records,
+    }
+    counts("remote_records", "Records of the shared server by event", "event", records)
+    moved = {"stored": remote.stored_bytes, "loaded": remote.loaded_bytes}
+    counts("remote_moved_bytes", "Bytes between memory and the shared server", "way", moved)
+    misses = {str(kind): count for kind, count in remote.misses.items()}
+    counts("remote_misses", "Records that the shared server did not have as they were stored", "kind", misses)
+    refused = {str(why): count for why, count in remote.refused.items()}
+    counts("remote_stores_refused", "Records that the shared server did not take", "why", refused)
+    usage = tier.remote_usage
+    if usage is not None:
+        sizes = {"used": usage.used_bytes, "cap": usage.cap_bytes}
+        gauges(
+            "remote_server_bytes", "Memory of the shared server, of all its users; cap 0: none", "of", sizes
+        )
+        counter("remote_server_evicted_keys", "Keys that the shared server has evicted", usage.evicted_keys)
 
 
 def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: Labels) -> None:

@@ -1,0 +1,110 @@
+"""Addresses by which several servers work together: where KV events are published, and the store that they share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from rootstock.errors import InvalidOption
+from rootstock.options import ValueForm, parse_seconds
+
+_ADDRESS = r"tcp://[^?#]+:\d{1,5}|ipc://[^?#]+"
+_OWN_HOSTS = ("*", "0.0.0.0", "[::]", "[::1]", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Where and how KV events are published, from an address such as tcp://*:5557?replay=5558&topic=kv.
+
+    The query may have `replay`, an address or a port of the same interface; `topic`; and `format`, map or array.
+    """
+
+    endpoint: str  # without its query
+    replay_endpoint: str | None  # on the same interface; None: no replay
+    topic: str
+    as_arrays: bool  # events are arrays instead of maps
+
+    @property
+    def binds(self) -> bool:
+        """Whether the publisher waits at the address, which is its own, or else connects to a listener there."""
+        host = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        return not self.endpoint.startswith("tcp://") or host in _OWN_HOSTS or host.startswith("127.")
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--kv-events") -> KVEventsConfig:
+        """Parses the address. Raises InvalidOption."""
+        endpoint, _, query = text.partition("?")
+        allowed = "an address such as tcp://*:5557 or tcp://127.0.0.1:5557?replay=5558&topic=kv&format=array"
+        given = dict(parse_qsl(query, keep_blank_values=True))
+        replay, topic = given.pop("replay", None), given.pop("topic", "")
+        form = given.pop("format", "map")
+        if given or form not in ("map", "array") or not re.fullmatch(_ADDRESS, endpoint):
+            raise InvalidOption(option, text, allowed)
+        found = cls(endpoint, replay, topic, form == "array")
+        if replay is None or re.fullmatch(_ADDRESS, replay):
+            return found
+        if not (endpoint.startswith("tcp://") and re.fullmatch(r"\d{1,5}", replay)):
+            raise InvalidOption(option, text, allowed)
+        host = endpoint.rpartition(":")[0] if found.binds else "tcp://*"
+        return replace(found, replay_endpoint=f"{host}:{replay}")
+
+    def __str__(self) -> str:
+        query = {"format": "array"} if self.as_arrays else {}
+        if self.topic:
+            query["topic"] = self.topic
+        if self.replay_endpoint is not None:
+            query["replay"] = self.replay_endpoint
+        return self.endpoint + (f"?{urlencode(query, safe='@:/*')}" if query else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """A Valkey or Redis server that several servers share, from an address such as valkey://host:6379/0?timeout=1s."""
+
+    host: str = ""
+    port: int = 6379
+    path: str = ""  # of a Unix socket, instead of host and port
+    tls: bool = False
+    ca_file: str = ""  # of the authority that signed its certificate; "": one that the system knows
+    user: str = ""
+    password: str = field(default="", repr=False)
+    database: int = 0
+    timeout_s: float = 1.0  # of one exchange
+    prefix: str = "rootstock:"  # of all keys
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--remote-url") -> RemoteConfig:
+        """Parses the address. Raises InvalidOption, which does not show the password."""
+        allowed = "an address such as valkey://host:6379, rediss://user:password@host:6379/0 or unix:///run/valkey.sock"
+        try:
+            url = urlsplit(text)
+            query = dict(parse_qsl(url.query, keep_blank_values=True))
+            found = cls(
+                url.hostname or "",
+                url.port or 6379,
+                unquote(url.path) if url.scheme == "unix" else "",
+                url.scheme in ("rediss", "valkeys"),
+                query.pop("ca", ""),
+                unquote(url.username or ""),
+                unquote(url.password or ""),
+                int(url.path.strip("/") or 0) if url.scheme != "unix" else int(query.pop("db", "0")),
+                parse_seconds(query.pop("timeout", "1s"), option),
+                query.pop("prefix", "rootstock:"),
+            )
+        except (ValueError, InvalidOption):
+            raise InvalidOption(option, "***", allowed) from None
+        known = url.scheme in ("valkey", "valkeys", "redis", "rediss", "unix")
+        if not known or query or not (found.path if url.scheme == "unix" else found.host):
+            raise InvalidOption(option, "***", allowed)
+        if not (0.01 <= found.timeout_s <= 60 and 0 <= found.database < 2**16):
+            raise InvalidOption(option, "***", f"{allowed}, with a timeout from 10ms to 60s")
+        return found
+
+    def __str__(self) -> str:
+        """Returns the address without its password, for people."""
+        return f"{'TLS to ' if self.tls else ''}{self.path or f'{self.host}:{self.port}'}"
+
+
+KV_EVENTS = ValueForm(str, KVEventsConfig.parse, str)
+REMOTE = ValueForm(str, RemoteConfig.parse, str)

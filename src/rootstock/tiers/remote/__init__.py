@@ -1,0 +1,1 @@
+"""Tier that several servers share: records in a Valkey or Redis server."""

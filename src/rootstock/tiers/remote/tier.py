@@ -1,0 +1,490 @@
+"""Tier that several servers share: records in a Valkey or Redis server, found by content and verified on each load.
+
+    PREFIX r:KEY      a record: prefix, header and payload as on disk (`tiers/record.py`), then its code
+    PREFIX at:PARENT  a set of places: which kinds of records, of how many tokens, begin after the tokens of PARENT
+    PREFIX ns:DIGEST  exists if records of a namespace were stored
+
+The server evicts by its own policy. A record that it does not have is a miss. While it cannot be reached the tier is
+`Off`: every request computes, and a thread tries to reach it again. A server may come back empty, so the records that
+were known before are then forgotten, and found again when a prompt is looked up (`PromptLookups`).
+
+No server's `clear` removes records, because other servers use them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from rootstock.cache.keys import Identity, RecordKey
+from rootstock.cache.retention.hint_types import Keep
+from rootstock.fleet_config import RemoteConfig
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Buffer,
+    Entry,
+    Gone,
+    Loaded,
+    LoadResult,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    TierState,
+    views_of,
+)
+from rootstock.tiers.record import PREFIX_BYTES, Encoded, Head, difference, encode, head_of, sizes_in
+from rootstock.tiers.remote.connection import Connection, Reply, StoreRefused, StoreUnreachable
+from rootstock.tiers.remote.place import place_of
+from rootstock.tiers.remote.record_code import CODE_BYTES, RecordCodes
+from rootstock.units import MIB
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # between two attempts to reach the server
+MOST_KNOWN = 200_000  # records that are in the index because of this tier
+_GROUP_BYTES = 16 * MIB  # stored in one exchange
+_LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request waits for
+_MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
+_CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
+_IDLE_CONNECTIONS = 4
+Connect = Callable[[RemoteConfig], Connection]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUsage:
+    """Memory of the shared server, of all its users, as it reports it."""
+
+    used_bytes: int
+    cap_bytes: int  # 0: no limit of its own
+    policy: str  # of its evictions
+    evicted_keys: int
+
+
+@dataclass(slots=True)
+class RemoteCounts:
+    """Counters since the start."""
+
+    stored_records: int = 0
+    stored_bytes: int = 0
+    already_stored: int = 0
+    loaded_records: int = 0
+    loaded_bytes: int = 0
+    lookups: int = 0
+    found_records: int = 0  # by lookups
+    outages: int = 0
+    misses: Counter[MissKind] = field(default_factory=Counter)
+    refused: Counter[Refusal] = field(default_factory=Counter)
+
+
+class RemoteTier:
+    """Records in a shared server. Thread-safe. `gone` gets the records that the server has no more."""
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        codes: RecordCodes | None = None,
+        *,
+        gone: Gone | None = None,
+        connect: Connect = Connection,
+    ) -> None:
+        """Tries to reach the server once, and goes on without it if it cannot be reached."""
+        self._config = config
+        self._codes = codes
+        self._gone = gone
+        self._connect = connect
+        self._prefix = (config.prefix + (f"{codes.name}:" if codes is not None else "")).encode()
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._known: OrderedDict[RecordKey, None] = OrderedDict()
+        self._marked: set[bytes] = set()  # namespaces whose mark this process has set
+        self._state: TierState = Ready()
+        self._changed = threading.Event()  # the tier is off, in doubt or closed
+        self._in_doubt = False  # the server has lost a record: it may have lost more
+        self._closing = False
+        self.counts = RemoteCounts()
+        try:
+            self._idle.append(connect(config))
+        except StoreUnreachable as error:
+            self.turn_off(error)
+        self._watcher = threading.Thread(target=self._watch, name="rootstock-remote", daemon=True)
+        self._watcher.start()
+
+    @property
+    def state(self) -> TierState:
+        return self._state
+
+    def __contains__(self, key: RecordKey) -> bool:
+        """Returns whether the server is believed to have a record."""
+        return key in self._known
+
+    @property
+    def timeout_s(self) -> float:
+        return self._config.timeout_s
+
+    def name(self, kind: bytes, digest: bytes) -> bytes:
+        """Returns a key of the server."""
+        return self._prefix + kind + digest
+
+    def run(self, commands: Sequence[Sequence[bytes]], seconds: float | None = None) -> list[Reply]:
+        """Runs commands on a free connection, within the time limit of the tier unless another is given.
+
+        Raises StoreUnreachable or StoreRefused.
+        """
+        if not commands:
+            return []
+        with self._connection() as connection:
+            return connection.run(commands, seconds=seconds)
+
+    def found(self, keys: Iterable[RecordKey]) -> None:
+        """Notes the records that a look-up has found."""
+        found = list(keys)
+        with self._lock:
+            self.counts.lookups += 1
+            self.counts.found_records += len(found)
+        self._know(found)
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """Stores records that the server does not have. Returns one outcome for each."""
+        outcomes: list[StoreOutcome] = []
+        group: list[Record] = []
+        group_bytes = 0
+        for record in records:
+            group.append(record)
+            group_bytes += record.payload_bytes
+            if group_bytes >= _GROUP_BYTES:
+                outcomes += self._store(group)
+                group, group_bytes = [], 0
+        outcomes += self._store(group)
+        with self._lock:
+            self.counts.refused.update(each.why for each in outcomes if isinstance(each, NotStored))
+        return outcomes
+
+    def _store(self, group: Sequence[Record]) -> list[StoreOutcome]:
+        if isinstance(self._state, Off):
+            return [NotStored(Refusal.UNAVAILABLE, self._state.reason)] * len(group)
+        if not group:
+            return []
+        keys = [record.identity.key for record in group]
+        try:
+            with self._connection() as connection:
+                there = connection.run([[b"EXISTS", self.name(b"r:", key)] for key in keys])
+                new = {
+                    key: encode(record)
+                    for key, record, is_there in zip(keys, group, there, strict=True)
+                    if not is_there
+                }
+                refusals = self._send(connection, new)
+        except (StoreUnreachable, StoreRefused) as error:
+            if isinstance(error, StoreUnreachable):
+                self.turn_off(error)
+            return [NotStored(Refusal.FAILED, str(error))] * len(group)
+        self._know(key for key in keys if key not in refusals)
+        outcomes: list[StoreOutcome] = []
+        for key in keys:
+            written = new.pop(key, None)  # a record that is twice in a group is stored once
+            if key in refusals:
+                outcomes.append(refusals[key])
+            elif written is None:
+                outcomes.append(AlreadyStored())
+            else:
+                outcomes.append(Stored(written.stored_bytes))
+        with self._lock:
+            stored = [each.stored_bytes for each in outcomes if isinstance(each, Stored)]
+            self.counts.stored_records += len(stored)
+            self.counts.stored_bytes += sum(stored)
+            self.counts.already_stored += sum(isinstance(each, AlreadyStored) for each in outcomes)
+        return outcomes
+
+    def _send(self, connection: Connection, new: Mapping[RecordKey, Encoded]) -> dict[RecordKey, NotStored]:
+        """Sends records with their places. Returns those that the server has refused, as a full one does."""
+        if not new:
+            return {}
+        total_bytes = sum(encoded.stored_bytes for encoded in new.values())
+        connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
+        for key, encoded in new.items():
+            views = encoded.views
+            if self._codes is not None:
+                views = [*views, memoryview(self._codes.of(views))]
+            connection.send_value([b"SET", self.name(b"r:", key)], views)
+        replies = connection.read_replies(len(new))
+        refusals: dict[RecordKey, NotStored] = {}
+        places: list[Sequence[bytes]] = []
+        for (key, encoded), reply in zip(new.items(), replies, strict=True):
+            if isinstance(reply, StoreRefused):
+                why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
+                refusals[key] = NotStored(why, str(reply))
+                continue
+            identity = encoded.identity
+            places.append([b"SADD", self.name(b"at:", identity.parent), place_of(identity)])
+            if identity.namespace not in self._marked:
+                places.append([b"SET", self.name(b"ns:", identity.namespace), b"1"])
+                self._marked.add(identity.namespace)
+        if places:
+            connection.run(places)
+        return refusals
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """Loads a record into the caller's buffers, or into new ones. A record that is not exactly the one that was
+        stored is a miss, and is removed from the server."""
+        result = self._load(identity, into)
+        key = identity.key
+        with self._lock:
+            if isinstance(result, Loaded):
+                self.counts.loaded_records += 1
+                self.counts.loaded_bytes += sum(view.nbytes for view in result.payload)
+                return result
+            self.counts.misses[result.kind] += 1
+        if result.kind is MissKind.ABSENT:
+            self._forget([key])
+            self._doubt()
+        elif result.kind not in (MissKind.UNAVAILABLE, MissKind.IO_ERROR):
+            self.quarantine([key])
+        return result
+
+    def _load(self, identity: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+        if isinstance(self._state, Off):
+            return Miss(MissKind.UNAVAILABLE, self._state.reason)
+        try:
+            with self._connection() as connection:
+                size = connection.open_value(self.name(b"r:", identity.key))
+                if size is None:
+                    return Miss(MissKind.ABSENT)
+                result = self._read(connection, size, identity, into)
+                if isinstance(result, Miss):
+                    connection.close()  # a part of the value may be unread
+                return result
+        except StoreUnreachable as error:
+            self.turn_off(error)
+            return Miss(MissKind.IO_ERROR, str(error))
+        except StoreRefused as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+
+    def _read(
+        self, connection: Connection, size: int, asked: Identity, into: Sequence[Buffer] | None
+    ) -> LoadResult:
+        """Reads a record of `size` bytes, its payload straight into its buffers, and verifies it."""
+        head, front, code = self._read_head(connection, size)
+        if isinstance(head, Miss):
+            return head
+        if into is None:
+            views = [memoryview(bytearray(buffer_bytes)) for buffer_bytes in head.buffer_bytes]
+        else:
+            views = views_of(into)
+        if sum(view.nbytes for view in views) != head.payload_bytes:
+            return Miss(MissKind.OTHER_SIZE, f"the payload has {head.payload_bytes:,} bytes")
+        for view in (*views, code):
+            connection.fill(view)
+        connection.end_value()
+        if self._codes is not None and not self._codes.is_right(bytes(code), [front, *views]):
+            return Miss(MissKind.CHECKSUM, "its code was not made with this --remote-key-file")
+        h = head.begin_checksum()
+        for view in views:
+            h.update(view)
+        if h.digest() != head.checksum:
+            return Miss(MissKind.CHECKSUM, "the payload is damaged")
+        kind = difference(asked, head.identity)
+        return (
+            Loaded(tuple(views), "remote") if kind is None else Miss(kind, "the key leads to another record")
+        )
+
+    def _read_head(self, connection: Connection, size: int) -> tuple[Head | Miss, memoryview, memoryview]:
+        """Returns the head, its bytes, and a buffer for the code. Nothing is allocated by what the server claims."""
+        code = memoryview(bytearray(CODE_BYTES if self._codes is not None else 0))
+        prefix = memoryview(bytearray(PREFIX_BYTES))
+        if size < PREFIX_BYTES + code.nbytes:
+            return Miss(MissKind.MISSING_BYTES, f"no record has {size:,} bytes"), prefix, code
+        connection.fill(prefix)
+        sizes = sizes_in(prefix)
+        if sizes is None:
+            return Miss(MissKind.CHECKSUM, "no such record begins here"), prefix, code
+        header_bytes, payload_bytes = sizes
+        if PREFIX_BYTES + header_bytes + payload_bytes + code.nbytes != size or size > _MOST_RECORD_BYTES:
+            return Miss(MissKind.MISSING_BYTES, f"the record has {size:,} bytes"), prefix, code
+        front = memoryview(bytearray(PREFIX_BYTES + header_bytes))
+        front[:PREFIX_BYTES] = prefix
+        connection.fill(front[PREFIX_BYTES:])
+        return head_of(front, payload_bytes), front, code
+
+    # -- use and contents ----------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        """Does nothing: a read is a use, by which the server orders its own evictions."""
+
+    def retain(self, keeps: Mapping[RecordKey, Keep]) -> None:
+        """Does nothing: the server evicts by its own policy."""
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        struck = list(keys)
+        if struck and not isinstance(self._state, Off):
+            try:
+                self.run([[b"DEL", self.name(b"r:", key)] for key in struck])
+            except StoreUnreachable as error:
+                self.turn_off(error)
+            except StoreRefused as error:
+                _log.warning("The shared tier does not delete wrong records: %s", error)
+        self._forget(struck)
+
+    def clear(self, namespace: bytes | None = None) -> bool:
+        """Does nothing, because other servers use the records."""
+        return True
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields nothing: a prompt's records are looked up when it is submitted."""
+        return iter(())
+
+    def counted(self) -> RemoteCounts:
+        """Returns a copy of the counters."""
+        with self._lock:
+            return deepcopy(self.counts)
+
+    def usage(self) -> RemoteUsage | None:
+        """Asks the server for its memory; None: it does not say. Waits for the server."""
+        if isinstance(self._state, Off):
+            return None
+        try:
+            reports = self.run([[b"INFO", b"memory"], [b"INFO", b"stats"]])
+        except StoreUnreachable as error:
+            self.turn_off(error)
+            return None
+        except StoreRefused:
+            return None
+        text = b"\n".join(each for each in reports if isinstance(each, bytes)).decode(errors="replace")
+        said = dict(line.strip().split(":", 1) for line in text.splitlines() if ":" in line)
+
+        def number(name: str) -> int:
+            return int(said[name]) if said.get(name, "").isdigit() else 0
+
+        return RemoteUsage(
+            number("used_memory"),
+            number("maxmemory"),
+            said.get("maxmemory_policy", "")[:40],
+            number("evicted_keys"),
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._state = Off("closed")
+            idle, self._idle = self._idle, []
+        self._changed.set()
+        self._watcher.join()
+        for connection in idle:
+            connection.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _know(self, keys: Iterable[RecordKey]) -> None:
+        dropped: list[RecordKey] = []
+        with self._lock:
+            for key in keys:
+                self._known[key] = None
+                self._known.move_to_end(key)
+            while len(self._known) > MOST_KNOWN:
+                dropped.append(self._known.popitem(last=False)[0])
+        self._tell_gone(dropped)
+
+    def _forget(self, keys: Iterable[RecordKey]) -> None:
+        with self._lock:
+            forgotten = [key for key in keys if self._known.pop(key, self) is None]
+        self._tell_gone(forgotten)
+
+    def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
+        if keys and self._gone is not None:
+            self._gone(keys)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        """Lends a connection. Raises StoreUnreachable."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect(self._config)
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                keeps = connection.is_open and not self._closing and len(self._idle) < _IDLE_CONNECTIONS
+                if keeps and not isinstance(self._state, Off):
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+
+    def turn_off(self, error: StoreUnreachable) -> None:
+        with self._lock:
+            begins = not isinstance(self._state, Off)
+            self._state = Off(f"the shared server at {self._config} cannot be reached: {error}")
+            idle, self._idle = self._idle, []
+            if begins:
+                self.counts.outages += 1
+        for connection in idle:
+            connection.close()
+        if begins:
+            _log.warning("There is no shared tier for now: %s Requests go on without it.", self._state.reason)
+        self._changed.set()
+
+    def _doubt(self) -> None:
+        self._in_doubt = True
+        self._changed.set()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closing:
+            self._changed.wait()
+            self._changed.clear()
+            while isinstance(self._state, Off) and not self._closing:
+                if not self._reach_again():
+                    self._changed.wait(RETRY_S)
+                    self._changed.clear()
+            if self._in_doubt and not self._closing:
+                self._in_doubt = False
+                self._check_known()
+
+    def _reach_again(self) -> bool:
+        try:
+            connection = self._connect(self._config)
+        except StoreUnreachable:
+            return False
+        with self._lock:
+            known, self._known = list(self._known), OrderedDict()
+            self._marked.clear()
+        self._tell_gone(known)
+        with self._lock:
+            if self._closing:
+                connection.close()
+                return True
+            self._idle.append(connection)
+            self._state = Ready()
+        _log.info("The shared tier is back.")
+        return True
+
+    def _check_known(self) -> None:
+        """Asks for every known record whether the server still has it: one that was lost is seldom alone."""
+        with self._lock:
+            known = list(self._known)
+        for first in range(0, len(known), _CHECKED_AT_ONCE):
+            keys = known[first : first + _CHECKED_AT_ONCE]
+            try:
+                there = self.run([[b"EXISTS", self.name(b"r:", key)] for key in keys])
+            except StoreUnreachable as error:
+                self.turn_off(error)
+                return
+            except StoreRefused:
+                return
+            self._forget(key for key, is_there in zip(keys, there, strict=True) if not is_there)
+        with self._lock:
+            self._marked.clear()

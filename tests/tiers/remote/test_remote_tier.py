@@ -1,0 +1,235 @@
+"""Records in a shared server: two servers that use it, and all that can go wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rootstock.cache.keys import RecordKey
+from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Refusal, Stored
+from rootstock.tiers.remote import tier as remote_tier
+from rootstock.tiers.remote.record_code import RecordCodes
+from rootstock.tiers.remote.tier import RemoteTier
+from shared_store import SharedStore
+from tiers.helpers import is_right, keys_of, kind_of_miss, records
+from waiting import wait_until
+
+CODES = RecordCodes(b"k" * 32)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SharedStore]:
+    with SharedStore(tmp_path) as store:
+        yield store
+
+
+@pytest.fixture
+def opened(store: SharedStore) -> Iterator[Callable[..., RemoteTier]]:
+    """Opens tiers, which are closed at the end."""
+    tiers: list[RemoteTier] = []
+
+    def open_tier(codes: RecordCodes | None = CODES, **options: object) -> RemoteTier:
+        tiers.append(RemoteTier(store.config, codes, **options))  # type: ignore[arg-type]
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+Opened = Callable[..., RemoteTier]
+
+
+def test_what_one_server_stores_another_one_loads(opened: Opened) -> None:
+    first, second = opened(), opened()
+    some = records(20)
+    assert all(isinstance(each, Stored) for each in first.store(some))
+    assert all(isinstance(each, AlreadyStored) for each in second.store(some))
+    for record in some:
+        assert is_right(second.load(record.identity), record)
+    assert first.counts.stored_records == second.counts.loaded_records == 20
+
+
+def test_a_group_with_the_same_record_twice_stores_it_once(opened: Opened) -> None:
+    (record,) = records(1)
+    first, second = opened().store([record, record])
+    assert isinstance(first, Stored)
+    assert isinstance(second, AlreadyStored)
+
+
+def name_of(tier: RemoteTier, key: RecordKey) -> bytes:
+    return tier.name(b"r:", key)
+
+
+def test_a_clear_leaves_the_records_to_other_servers(opened: Opened) -> None:
+    tier = opened()
+    (record,) = records(1)
+    tier.store([record])
+    assert tier.clear()
+    assert tier.clear(record.identity.namespace)
+    assert is_right(tier.load(record.identity), record)
+
+
+def test_a_quarantined_record_is_gone_for_all_servers(opened: Opened) -> None:
+    gone: list[RecordKey] = []
+    tier, other = opened(gone=gone.extend), opened()
+    some = records(3)
+    tier.store(some)
+    tier.quarantine(keys_of(some)[:1])
+    assert gone == keys_of(some)[:1]
+    assert kind_of_miss(other.load(some[0].identity)) is MissKind.ABSENT
+    assert is_right(other.load(some[1].identity), some[1])
+
+
+def flipped(value: bytes) -> Iterator[bytes]:
+    for at in range(0, len(value), 61):
+        yield value[:at] + bytes([value[at] ^ 16]) + value[at + 1 :]
+
+
+@pytest.mark.parametrize("codes", [None, CODES], ids=["checksums", "codes"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(flipped, id="flipped bits"),
+        pytest.param(lambda value: (value[:cut] for cut in range(0, len(value), 97)), id="cut off"),
+        pytest.param(lambda value: [value + b"x", value * 2, b"\0" * len(value)], id="longer or empty"),
+    ],
+)
+def test_a_damaged_record_is_a_miss_and_is_removed(
+    codes: RecordCodes | None,
+    damaged: Callable[[bytes], Sequence[bytes]],
+    opened: Opened,
+    store: SharedStore,
+) -> None:
+    tier, client = opened(codes), store.client()
+    (record,) = records(1)
+    tier.store([record])
+    name = name_of(tier, record.identity.key)
+    (value,) = client.run([[b"GET", name]])
+    assert isinstance(value, bytes)
+    for wrong in damaged(value):
+        client.run([[b"SET", name, wrong]])
+        result = tier.load(record.identity, [np.zeros(3000, np.uint8)])
+        assert kind_of_miss(result) not in (None, MissKind.IO_ERROR, MissKind.UNAVAILABLE)
+        assert client.run([[b"EXISTS", name]]) == [0] or not wrong
+    tier.store([record])
+    assert is_right(tier.load(record.identity), record)
+
+
+def test_a_record_under_the_key_of_another_one_is_a_miss(opened: Opened, store: SharedStore) -> None:
+    tier, client = opened(), store.client()
+    first, second = records(2)
+    tier.store([first, second])
+    (value,) = client.run([[b"GET", name_of(tier, first.identity.key)]])
+    assert isinstance(value, bytes)
+    client.run([[b"SET", name_of(tier, second.identity.key), value]])
+    assert kind_of_miss(tier.load(second.identity)) is MissKind.OTHER_TOKENS
+
+
+def test_a_record_of_somebody_without_the_secret_is_a_miss(opened: Opened, store: SharedStore) -> None:
+    tier, forger, client = opened(), opened(None), store.client()
+    (record,) = records(1)
+    forger.store([record])
+    (value,) = client.run([[b"GET", name_of(forger, record.identity.key)]])
+    assert isinstance(value, bytes)
+    name = name_of(tier, record.identity.key)
+    for forged in (value, value + b"\0" * 32, value + RecordCodes(b"x" * 32).of([memoryview(value)])):
+        client.run([[b"SET", name, forged]])
+        assert kind_of_miss(tier.load(record.identity)) in (MissKind.CHECKSUM, MissKind.MISSING_BYTES)
+
+
+def test_servers_with_other_secrets_do_not_delete_each_others_records(opened: Opened) -> None:
+    tier, other = opened(), opened(RecordCodes(b"x" * 32))
+    (record,) = records(1)
+    tier.store([record])
+    assert kind_of_miss(other.load(record.identity)) is MissKind.ABSENT
+    assert is_right(tier.load(record.identity), record)
+
+
+def test_a_full_server_that_evicts_nothing_refuses_records(opened: Opened, store: SharedStore) -> None:
+    tier, client = opened(), store.client()
+    client.run([[b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction"]])
+    client.run([[b"CONFIG", b"SET", b"maxmemory", b"1"]])
+    (outcome,) = tier.store(records(1))
+    assert isinstance(outcome, NotStored)
+    assert outcome.why is Refusal.NO_ROOM
+    assert tier.state == Ready()
+    usage = tier.usage()
+    assert usage is not None
+    assert (usage.cap_bytes, usage.policy) == (1, "noeviction")
+
+
+def test_a_server_that_dies_is_off_and_found_again(
+    opened: Opened, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "RETRY_S", 0.01)
+    gone: list[RecordKey] = []
+    tier = opened(gone=gone.extend)
+    some = records(5)
+    tier.store(some)
+    store.kill()
+    assert kind_of_miss(tier.load(some[0].identity)) is MissKind.IO_ERROR
+    assert isinstance(tier.state, Off)
+    assert kind_of_miss(tier.load(some[0].identity)) is MissKind.UNAVAILABLE
+    (outcome,) = tier.store(some[:1])
+    assert isinstance(outcome, NotStored)
+    assert outcome.why is Refusal.UNAVAILABLE
+    store.start()  # empty
+    wait_until(lambda: tier.state == Ready())
+    assert set(gone) == set(keys_of(some)), "the index claims records that the server does not have"
+    assert all(isinstance(each, Stored) for each in tier.store(some))
+    assert is_right(tier.load(some[4].identity), some[4])
+    assert tier.counts.outages == 1
+
+
+def test_a_server_that_was_emptied_is_noticed_at_the_first_miss(opened: Opened, store: SharedStore) -> None:
+    gone: list[RecordKey] = []
+    tier = opened(gone=gone.extend)
+    some = records(30)
+    tier.store(some)
+    store.client().run([[b"FLUSHALL"]])
+    assert kind_of_miss(tier.load(some[0].identity)) is MissKind.ABSENT
+    wait_until(lambda: set(gone) == set(keys_of(some)))
+    assert all(isinstance(each, Stored) for each in tier.store(some))
+
+
+def test_a_server_that_hangs_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "RETRY_S", 0.01)
+    with SharedStore(tmp_path, timeout_s=0.3) as store:
+        tier = RemoteTier(store.config)
+        some = records(5)
+        tier.store(some)
+        store.hold()
+        kinds = [kind_of_miss(tier.load(record.identity)) for record in some]
+        assert kinds == [MissKind.IO_ERROR, *[MissKind.UNAVAILABLE] * 4]
+        store.go_on()
+        wait_until(lambda: tier.state == Ready())
+        tier.close()
+
+
+def test_only_so_many_records_are_known(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "MOST_KNOWN", 10)
+    gone: list[RecordKey] = []
+    tier = opened(gone=gone.extend)
+    some = records(25)
+    for record in some:
+        tier.store([record])
+    assert gone == keys_of(some)[:15]
+    assert is_right(tier.load(some[0].identity), some[0])
+
+
+def test_a_server_that_cannot_be_reached_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "RETRY_S", 0.01)
+    store = SharedStore(tmp_path)
+    tier = RemoteTier(store.config)
+    assert isinstance(tier.state, Off)
+    with store:
+        wait_until(lambda: tier.state == Ready())
+        (outcome,) = tier.store(records(1))
+        assert isinstance(outcome, Stored)
+        tier.close()
