@@ -82,6 +82,7 @@ class Bench:
         verify_hits: float = 0.0,
         runtime: Runtime | None = None,
         memory_watch: MemoryWatch | None = None,
+        rows: Sequence[int] | None = None,
         **config: Any,
     ) -> None:
         self.batches: list[Batch] = []
@@ -121,7 +122,7 @@ class Bench:
             stored=stored_index(self.runtime, tier, block_size),
             through=tier.disk_write == "through",
             stored_is_shared=tier.remote is not None,
-            rows=None if described.memory == "host" else divided_rows(families, budget, block_size),
+            rows=rows if described.memory == "host" else divided_rows(families, budget, block_size),
             lazy_states=described.lazy_states,
             announces=engine.kv_events is not None,
         )
