@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from rootstock.fleet_config import RemoteConfig
-from rootstock.tiers.remote.connection import Connection, StoreUnreachable
+from rootstock.tiers.remote.connection import StoreConnection, StoreUnreachable
 from waiting import wait_until
 
 RAM = "64mb"
@@ -57,7 +57,7 @@ class SharedStore:
 
     def _answers(self) -> bool:
         try:
-            Connection(self.config).close()
+            StoreConnection(self.config).close()
         except StoreUnreachable:
             return False
         return True
@@ -77,5 +77,5 @@ class SharedStore:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
-    def client(self) -> Connection:
-        return Connection(self.config)
+    def client(self) -> StoreConnection:
+        return StoreConnection(self.config)

@@ -3,7 +3,7 @@
 Runs on an interpreter of its own, with ai-dynamo-runtime, which pins other versions of packages than Rootstock
 does. The first line of its input has the workers, as {"block_size": …, "workers": [{"events": ADDRESS, "replay":
 ADDRESS}]}. Each further line is a prompt's token ids, as a JSON list. The answer is a line with the blocks of each
-worker. """
+worker."""
 
 from __future__ import annotations
 

@@ -188,6 +188,7 @@ class TierConfig:
         NUMBER,
         least=0,
         most=1,
+        advanced=True,
     )
     queue_bytes: int = option(256 * MIB, "queue-bytes", "", "Limit of copies that wait to be written.", SIZE)
 
@@ -621,6 +622,7 @@ class ServerConfig:
         "Source of temperature, top_p, top_k, min_p and repetition_penalty for requests without them: the model's "
         "generation_config.json, or OpenAI's defaults (openai).",
         choices=SAMPLING_SOURCES,
+        advanced=True,
     )
     warm: Path | None = option(
         None,
@@ -736,6 +738,7 @@ class ServerConfig:
         FILES,
         metavar="DIR",
         unset="none: no adapter may be loaded then",
+        advanced=True,
     )
     dashboard: bool = option(
         True, "dashboard", OBSERVATION, "Serve a dashboard at / to browsers.", SWITCH, two_forms=True

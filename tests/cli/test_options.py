@@ -48,6 +48,9 @@ VALUES = {
     "disk-write": "through",
     "host-budget": "1GiB",
     "verify-hits": "0.25",
+    "remote-url": "rediss://me:secret-3@host:7000/2?timeout=3s",
+    "remote-key-file": "a file",
+    "kv-events": "tcp://*:5557?replay=5558&format=array",
     "max-batch": "5",
     "chunk-tokens": "77",
     "idle-chunk-tokens": "888",
@@ -334,6 +337,7 @@ def test_help_shows_every_option_and_its_variable_uncut(
         "Sampling and speculation",
         "Server",
         "Dashboard, metrics, traces and logs",
+        "Several servers",
     ]
 
 

@@ -14,12 +14,14 @@ from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.memory_watch import MemoryStats, Pressure
-from rootstock.engine.stats import AdapterStats
+from rootstock.engine.stats import AdapterStats, KVEventStats
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.observe.metrics import Metrics, ResponseStoreStats
 from rootstock.server.request_info import Measured, RequestInfo
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
+from rootstock.tiers.base import MissKind, Refusal
+from rootstock.tiers.remote.tier import RemoteCounts, RemoteUsage
 from rootstock.units import MIB
 
 OURS, VLLM = (Path(__file__).parents[2] / "docs/metrics.md").read_text().split("## vLLM's names")
@@ -28,8 +30,8 @@ NOT_OURS = re.compile("process_.*|.*_created")  # of the client library
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Types by name, of a server with tiers, drafts, adapters, idle work and a target latency, in which all has
-    happened."""
+    """Types by name, of a server with tiers, a shared one, KV events, drafts, adapters, idle work and a target
+    latency, in which all has happened."""
     tokenizer = ByteTokenizer()
     runtime = FakeRuntime(tokenizer.vocab_size, 4096, families=(FULL,), eos_token_ids=tokenizer.eos_token_ids)
     cache = CacheConfig(8, 100 * row_bytes(FULL, 8))
@@ -44,7 +46,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     full = replace(
         stats,
         counters=replace(stats.counters, accepted_by_position=[1]),
-        tier=replace(stats.tier, misses=once, refused=once, load_bytes_per_s=1.0),
+        tier=replace(
+            stats.tier,
+            misses=once,
+            refused=once,
+            load_bytes_per_s=1.0,
+            remote=RemoteCounts(misses=Counter({MissKind.ABSENT: 1}), refused=Counter({Refusal.FAILED: 1})),
+            remote_usage=RemoteUsage(1, 2, "allkeys-lru", 0),
+        ),
+        kv_events=KVEventStats(1, 1, 1),
         verified=dict(once),
         paced_tokens=1,
         idle=replace(stats.idle, ended={"warm": dict(once)}),

@@ -22,7 +22,7 @@ from rootstock.config import TierConfig
 from rootstock.fleet_config import RemoteConfig
 from rootstock.tiers.base import Record
 from rootstock.tiers.record import PREFIX_BYTES, Head, encode, head_of, sizes_in
-from rootstock.tiers.remote.connection import Connection
+from rootstock.tiers.remote.connection import StoreConnection
 from rootstock.tiers.remote.record_code import CODE_BYTES
 from shared_store import SharedStore
 from waiting import join, wait_for, wait_until
@@ -125,7 +125,7 @@ class Scene:
     proxy: FaultyProxy
     victim: Bench
 
-    def client(self) -> Connection:
+    def client(self) -> StoreConnection:
         return self.store.client()
 
     def names(self, kind: bytes) -> list[bytes]:

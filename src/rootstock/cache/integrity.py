@@ -12,7 +12,7 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
-from rootstock.cache.resumable_blocks import PREFIXES, ResumableBlocks, block_keys
+from rootstock.cache.resumable_blocks import PREFIXES, ResumableBlocks, prefix_keys
 from rootstock.cache.retention.grants import Level
 from rootstock.cache.write_back import path_tokens
 
@@ -61,11 +61,11 @@ def _check_resumable(tree: PrefixTree, resumable: ResumableBlocks) -> None:
         scope, tokens = path_tokens(node, node.end)
         if scope.namespace.is_private:
             continue
-        keys = block_keys(tokens, scope, size).tolist()
-        reach = max(node.checkpoints, default=node.start)
+        keys = prefix_keys(tokens, scope, size).tolist()
+        resumable_end = max(node.checkpoints, default=node.start)
         if tree.pools.resume_anywhere or any(deeper.checkpoints for deeper in walk(node)):
-            reach = node.end
-        prefixes.update(keys[node.start // size : reach // size])
+            resumable_end = node.end
+        prefixes.update(keys[node.start // size : resumable_end // size])
         at_checkpoints.update(keys[at // size - 1] for at in node.checkpoints if at >= size)
     assert resumable.keys(PREFIXES) == prefixes
     assert tree.pools.resume_anywhere or resumable.keys(PREFIXES + 1) == at_checkpoints

@@ -1,7 +1,7 @@
 """Full blocks of the tree up to which a request can resume, by content, and how they change.
 
 Routers of several servers ask which of them has a prompt's beginning. A block's *key* names its namespace and every
-token up to its end (`block_keys`), so that equal keys mean equal prefixes. A model that resumes anywhere announces
+token up to its end (`prefix_keys`), so that equal keys mean equal prefixes. A model that resumes anywhere announces
 every full block. Any other model announces the full blocks before a checkpoint, because a request that finds K/V
 behind the last checkpoint computes it again.
 
@@ -195,10 +195,10 @@ class ResumableBlocks:
         out of it."""
         of = self._of[node]
         if self._anywhere or of.resumable_children:
-            reach = node.end
+            resumable_end = node.end
         else:
-            reach = max(node.checkpoints, default=node.start)
-        now = min(reach // self._size - node.start // self._size, len(of.keys))
+            resumable_end = max(node.checkpoints, default=node.start)
+        now = min(resumable_end // self._size - node.start // self._size, len(of.keys))
         before, of.resumable = of.resumable, now
         if now > before:
             self._changes.append(self._stored(node, of, before, now))
@@ -271,7 +271,7 @@ class ResumableBlocks:
         return tokens
 
 
-def block_keys(tokens: Tokens, scope: Scope, block_size: int) -> BlockKeys:
+def prefix_keys(tokens: Tokens, scope: Scope, block_size: int) -> BlockKeys:
     """Returns the keys of the full blocks of a prompt, as `ResumableBlocks` names them."""
     whole = len(tokens) // block_size * block_size
     public = min(whole, scope.public_tokens // block_size * block_size)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.idle.prefills import IdleStats
-from rootstock.engine.kv_events.part import KVEventStats
 from rootstock.engine.memory_watch import MemoryStats
 from rootstock.engine.request import PromptTokens
 from rootstock.engine.sequence import Phase
@@ -71,6 +70,15 @@ class AdapterStats:
     most: int  # adapters that can be loaded
     running: dict[str, int]  # requests in the batch; never 0
     waiting: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventStats:
+    """Statistics of published events; counters since the start."""
+
+    batches: int
+    events: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

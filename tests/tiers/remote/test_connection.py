@@ -13,7 +13,7 @@ import pytest
 
 from rootstock.errors import InvalidOption
 from rootstock.fleet_config import RemoteConfig
-from rootstock.tiers.remote.connection import Connection, StoreRefused, StoreUnreachable
+from rootstock.tiers.remote.connection import StoreConnection, StoreRefused, StoreUnreachable
 from shared_store import SharedStore
 from waiting import join
 
@@ -83,7 +83,7 @@ def test_a_password_is_needed(tmp_path: Path) -> None:
         with pytest.raises(StoreUnreachable, match="NOAUTH"):
             store.client()
         url = f"unix://:secret@{store.config.path}"
-        Connection(RemoteConfig.parse(url)).close()
+        StoreConnection(RemoteConfig.parse(url)).close()
 
 
 def drip(client: socket.socket) -> None:
@@ -114,7 +114,7 @@ HOSTILE: dict[str, bytes | Callable[[socket.socket], None]] = {
 }
 
 
-def ask(connection: Connection, way: str) -> None:
+def ask(connection: StoreConnection, way: str) -> None:
     if way == "run":
         connection.run([[b"SMEMBERS", b"key"]])
     else:
@@ -136,7 +136,7 @@ def test_a_server_that_answers_wrongly_is_unreachable(name: str, asks: str, tmp_
             client.sendall(said)
 
     with server(tmp_path, answer) as config:
-        connection = Connection(config)
+        connection = StoreConnection(config)
         if asks == "run" and name == "a number for a value":
             assert connection.run([[b"EXISTS", b"key"]]) == [5]
             connection.close()

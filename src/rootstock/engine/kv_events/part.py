@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.resumable_blocks import BlockChange, BlocksCleared, ResumableBlocks
 from rootstock.engine.parts import Part
+from rootstock.engine.stats import KVEventStats
 from rootstock.errors import InvalidOption
 from rootstock.fleet_config import KVEventsConfig
-
-
-@dataclass(frozen=True, slots=True)
-class KVEventStats:
-    """Statistics of published events; counters since the start."""
-
-    batches: int
-    events: int
-    bytes: int
 
 
 class Publisher(Protocol):

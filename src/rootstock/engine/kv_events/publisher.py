@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from rootstock.cache.resumable_blocks import BlockChange
-from rootstock.engine.kv_events.part import KVEventStats, Put
 from rootstock.engine.kv_events.wire import EventEncoder
+from rootstock.engine.stats import KVEventStats
 from rootstock.errors import InvalidOption
 from rootstock.fleet_config import KVEventsConfig
 
@@ -39,7 +39,7 @@ class EventPublisher:
         config: KVEventsConfig,
         encoder: EventEncoder,
         refresh: Callable[[], None],
-        dump: Callable[[Put], None],
+        dump: Callable[[Callable[[Sequence[BlockChange]], None]], None],
     ) -> None:
         """Opens the sockets. `refresh` has changes published that were made while no step ran, `dump` passes on the
         whole set. Raises InvalidOption if an address cannot be used."""

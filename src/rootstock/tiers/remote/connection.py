@@ -34,7 +34,7 @@ class StoreRefused(Exception):
     """An error that the server returned for one command. The connection can be used further."""
 
 
-class Connection:
+class StoreConnection:
     """Open connection. Belongs to one thread. After a StoreUnreachable it is closed."""
 
     def __init__(self, config: RemoteConfig) -> None:

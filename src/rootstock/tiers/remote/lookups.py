@@ -23,7 +23,7 @@ from rootstock.cache.keys import Identity, Scope
 from rootstock.cache.types import Tokens
 from rootstock.tiers.base import Off
 from rootstock.tiers.remote.connection import Reply, StoreRefused, StoreUnreachable
-from rootstock.tiers.remote.place import Boundary, Places, boundaries
+from rootstock.tiers.remote.place import Places, RecordStart, record_starts
 from rootstock.tiers.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MOST_WAITING = 4096  # prompts; further ones are not looked up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _PendingLookup:
     tokens: Tokens
     scope: Scope
     ended: Callable[[Sequence[Identity]], None]
@@ -59,7 +59,7 @@ class PromptLookups:
         self._clock = clock
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # namespaces, and when they were asked for
         self._until = 0.0  # of the current look-up, by the system's clock
-        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_PendingLookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rootstock-lookups", daemon=True)
         self._thread.start()
 
@@ -69,7 +69,7 @@ class PromptLookups:
         if skips or self._queue.qsize() >= MOST_WAITING or not self._thread.is_alive():
             ended(())
         else:
-            self._queue.put(_Asked(tokens, scope, ended))
+            self._queue.put(_PendingLookup(tokens, scope, ended))
 
     def close(self) -> None:
         """Ends the thread. Prompts that wait are not looked up."""
@@ -97,7 +97,7 @@ class PromptLookups:
         if isinstance(self._tier.state, Off) or self._is_absent(scope):
             return []
         found: list[Identity] = []
-        left = boundaries(tokens[:-1], scope, self._block_size)  # the last token is always computed
+        left = record_starts(tokens[:-1], scope, self._block_size)  # the last token is always computed
         while here := list(islice(left, AT_ONCE)):
             more = self._at(here)
             if not more:
@@ -128,7 +128,7 @@ class PromptLookups:
             self._absent.popitem(last=False)
         return not any(marks)
 
-    def _at(self, here: Sequence[Boundary]) -> list[Identity]:
+    def _at(self, here: Sequence[RecordStart]) -> list[Identity]:
         """Returns the stored records at some boundaries."""
         replies = self._ask([[b"SMEMBERS", self._tier.name(b"at:", each.parent)] for each in here])
         candidates: list[Identity] = []

@@ -33,7 +33,7 @@ def place_of(identity: Identity) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boundary:
+class RecordStart:
     """A block boundary of a prompt in one namespace, after whose prefix records may begin."""
 
     start: int
@@ -61,7 +61,7 @@ class Boundary:
         )
 
 
-def boundaries(tokens: Tokens, scope: Scope, block_size: int) -> Iterator[Boundary]:
+def record_starts(tokens: Tokens, scope: Scope, block_size: int) -> Iterator[RecordStart]:
     """Yields the block boundaries of a prompt, in the namespaces in which its records are stored: blocks that lie
     within a public head in the public one."""
     raw = np.ascontiguousarray(tokens, "<i4").data.cast("B")
@@ -75,7 +75,9 @@ def boundaries(tokens: Tokens, scope: Scope, block_size: int) -> Iterator[Bounda
         for (namespace, end, is_public), h in zip(spaces, hashes, strict=True):
             is_ours = stop <= end if is_public else stop > scope.public_tokens
             if is_ours or (is_public and start < end):
-                yield Boundary(start, h.digest(), namespace, dtype, h.copy(), tokens[start : min(stop, end)])
+                yield RecordStart(
+                    start, h.digest(), namespace, dtype, h.copy(), tokens[start : min(stop, end)]
+                )
             h.update(raw[start * 4 : stop * 4])
 
 

@@ -44,7 +44,7 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.record import PREFIX_BYTES, Encoded, Head, difference, encode, head_of, sizes_in
-from rootstock.tiers.remote.connection import Connection, Reply, StoreRefused, StoreUnreachable
+from rootstock.tiers.remote.connection import Reply, StoreConnection, StoreRefused, StoreUnreachable
 from rootstock.tiers.remote.place import place_of
 from rootstock.tiers.remote.record_code import CODE_BYTES, RecordCodes
 from rootstock.units import MIB
@@ -58,7 +58,7 @@ _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request
 _MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
 _IDLE_CONNECTIONS = 4
-Connect = Callable[[RemoteConfig], Connection]
+Connect = Callable[[RemoteConfig], StoreConnection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class RemoteTier:
         codes: RecordCodes | None = None,
         *,
         gone: Gone | None = None,
-        connect: Connect = Connection,
+        connect: Connect = StoreConnection,
     ) -> None:
         """Tries to reach the server once, and goes on without it if it cannot be reached."""
         self._config = config
@@ -105,7 +105,7 @@ class RemoteTier:
         self._connect = connect
         self._prefix = (config.prefix + (f"{codes.name}:" if codes is not None else "")).encode()
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[StoreConnection] = []
         self._known: OrderedDict[RecordKey, None] = OrderedDict()
         self._marked: set[bytes] = set()  # namespaces whose mark this process has set
         self._state: TierState = Ready()
@@ -208,7 +208,9 @@ class RemoteTier:
             self.counts.already_stored += sum(isinstance(each, AlreadyStored) for each in outcomes)
         return outcomes
 
-    def _send(self, connection: Connection, new: Mapping[RecordKey, Encoded]) -> dict[RecordKey, NotStored]:
+    def _send(
+        self, connection: StoreConnection, new: Mapping[RecordKey, Encoded]
+    ) -> dict[RecordKey, NotStored]:
         """Sends records with their places. Returns those that the server has refused, as a full one does."""
         if not new:
             return {}
@@ -275,7 +277,7 @@ class RemoteTier:
             return Miss(MissKind.IO_ERROR, str(error))
 
     def _read(
-        self, connection: Connection, size: int, asked: Identity, into: Sequence[Buffer] | None
+        self, connection: StoreConnection, size: int, asked: Identity, into: Sequence[Buffer] | None
     ) -> LoadResult:
         """Reads a record of `size` bytes, its payload straight into its buffers, and verifies it."""
         head, front, code = self._read_head(connection, size)
@@ -302,7 +304,9 @@ class RemoteTier:
             Loaded(tuple(views), "remote") if kind is None else Miss(kind, "the key leads to another record")
         )
 
-    def _read_head(self, connection: Connection, size: int) -> tuple[Head | Miss, memoryview, memoryview]:
+    def _read_head(
+        self, connection: StoreConnection, size: int
+    ) -> tuple[Head | Miss, memoryview, memoryview]:
         """Returns the head, its bytes, and a buffer for the code. Nothing is allocated by what the server claims."""
         code = memoryview(bytearray(CODE_BYTES if self._codes is not None else 0))
         prefix = memoryview(bytearray(PREFIX_BYTES))
@@ -408,7 +412,7 @@ class RemoteTier:
             self._gone(keys)
 
     @contextmanager
-    def _connection(self) -> Iterator[Connection]:
+    def _connection(self) -> Iterator[StoreConnection]:
         """Lends a connection. Raises StoreUnreachable."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
