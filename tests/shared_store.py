@@ -26,7 +26,7 @@ def server_binary() -> Path | None:
 class SharedStore:
     """`with` starts and ends the server."""
 
-    def __init__(self, folder: Path, *options: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, *options: str, timeout_s: float = 60.0) -> None:
         self.config = RemoteConfig(path=str(folder / "valkey.sock"), timeout_s=timeout_s)
         self._folder = folder
         self._options = options

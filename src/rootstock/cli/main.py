@@ -163,7 +163,8 @@ def run_server(config: Configuration) -> None:
 
 def _announce_writing(made: Assembly) -> None:
     if made.tier is not None and made.tier.state != "off":
-        announce("writing the cache to disk (Ctrl-C again: exit at once without it)")
+        where = "to disk" if made.tier.cap_bytes else "to the shared tier"
+        announce(f"writing the cache {where} (Ctrl-C again: exit at once without it)")
 
 
 @models_app.command("check", cls=options.Command)
@@ -319,12 +320,15 @@ def ready_line(made: Assembly, url: str, block_size: int = CacheConfig().block_s
 def _tiers_in_words(tier: TierStats | None) -> str:
     if tier is None:
         return ""
-    if tier.state == "off":
+    shared = ""
+    if tier.remote is not None:
+        shared = " · shared tier" if tier.remote_is_ready else " · no shared tier yet: see the warning above"
+    elif tier.state == "off":
         return " · no disk tier: see the warning above"
-    if not tier.cap_bytes:
-        return " · host tier"
-    used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
-    return f" · on disk {tier.records:,} records, {used} of {cap}"
+    if tier.cap_bytes:
+        used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
+        return f" · on disk {tier.records:,} records, {used} of {cap}{shared}"
+    return f" · host tier{shared}" if tier.host_cap_bytes else shared
 
 
 if __name__ == "__main__":

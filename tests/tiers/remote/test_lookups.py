@@ -49,10 +49,12 @@ class Asking:
         self.tier = RemoteTier(store.config)
         self.lookups = PromptLookups(self.tier, FAMILIES, SIZE, self.clock)
         self.commands: list[bytes] = []
+        self.each_takes_s = 0.0  # by the clock of the look-ups
         run = self.tier.run
 
         def noted(commands: Sequence[Sequence[bytes]], seconds: float) -> list[object]:
             self.commands += [command[0] for command in commands]
+            self.clock.now_s += self.each_takes_s
             return run(commands, 60.0)  # type: ignore[return-value]
 
         self.tier.run = noted  # type: ignore[method-assign,assignment]
@@ -211,3 +213,15 @@ def test_places_of_other_models_are_no_places() -> None:
     assert places.decode(b"full 1 1 8", 8) is not None
     for raw in (b"full 1 1 9", b"other 1 1 8", b"full 2 1 8", b"full 1 1 8\n", b"full 1 1 \xb2"):
         assert places.decode(raw, 8) is None
+
+
+def test_a_look_up_that_takes_long_ends_with_what_it_has(
+    tier: RemoteTier, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", 4)
+    put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 400, SIZE)])
+    asking.each_takes_s = module.BEGIN_SHARE * tier.timeout_s / 3
+    found = asking.find(PROMPT[:401], Scope(MODEL))
+    assert 4 <= len(found) < 50
+    assert keys(found) == keys([block(PROMPT, each * SIZE, (each + 1) * SIZE) for each in range(len(found))])
+    assert not isinstance(asking.tier.state, Off), "the prompt was long, and the server was not slow"

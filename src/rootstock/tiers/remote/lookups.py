@@ -28,8 +28,10 @@ from rootstock.tiers.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
 
-# Part of the tier's time limit that a look-up may take. Its request may then wait for a load, for the rest of it.
-LOOKUP_SHARE = 0.25
+# Parts of the time limit of the tier: of an exchange, after which the server counts as unreachable, and of a look-up before
+# its last two exchanges. A look-up that ends early has found the beginning of a prompt.
+EXCHANGE_SHARE = BEGIN_SHARE = 0.1
+LOOKUP_SHARE = BEGIN_SHARE + 2 * EXCHANGE_SHARE  # a load may take the rest
 AT_ONCE = 128  # boundaries of one exchange
 ABSENT_S = 2.0  # for which a namespace without records is not asked for again
 MOST_ABSENT = 10_000
@@ -58,7 +60,6 @@ class PromptLookups:
         self._block_size = block_size
         self._clock = clock
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # namespaces, and when they were asked for
-        self._until = 0.0  # of the current look-up, by the system's clock
         self._queue: queue.SimpleQueue[_PendingLookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rootstock-lookups", daemon=True)
         self._thread.start()
@@ -81,7 +82,6 @@ class PromptLookups:
     def _run(self) -> None:
         while (asked := self._queue.get()) is not None:
             found: Sequence[Identity] = ()
-            self._until = time.monotonic() + LOOKUP_SHARE * self._tier.timeout_s
             try:
                 found = self._records(asked.tokens, asked.scope)
             except StoreUnreachable as error:
@@ -97,19 +97,20 @@ class PromptLookups:
         if isinstance(self._tier.state, Off) or self._is_absent(scope):
             return []
         found: list[Identity] = []
+        until = self._clock() + BEGIN_SHARE * self._tier.timeout_s
         left = record_starts(tokens[:-1], scope, self._block_size)  # the last token is always computed
         while here := list(islice(left, AT_ONCE)):
             more = self._at(here)
             if not more:
                 break  # deeper blocks are of no use without these, unless hundreds are in memory
             found += more
+            if self._clock() > until:
+                break
         self._tier.found(each.key for each in found)
         return found
 
     def _ask(self, commands: Sequence[Sequence[bytes]]) -> list[Reply]:
-        """Asks within what is left of the look-up's time, after which the tier counts as unreachable: other requests
-        wait for their look-ups too."""
-        return self._tier.run(commands, max(0.001, self._until - time.monotonic()))
+        return self._tier.run(commands, EXCHANGE_SHARE * self._tier.timeout_s)
 
     def _is_absent(self, scope: Scope) -> bool:
         """Returns whether none of the scope's namespaces has records."""
