@@ -28,8 +28,8 @@ from rootstock.tiers.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
 
-# Parts of the time limit of the tier: of an exchange, after which the server counts as unreachable, and of a look-up before
-# its last two exchanges. A look-up that ends early has found the beginning of a prompt.
+# Parts of the tier's time limit: of an exchange, after which the server counts as unreachable, and of a look-up
+# before its last two exchanges. A look-up that ends early has found the beginning of a prompt.
 EXCHANGE_SHARE = BEGIN_SHARE = 0.1
 LOOKUP_SHARE = BEGIN_SHARE + 2 * EXCHANGE_SHARE  # a load may take the rest
 AT_ONCE = 128  # boundaries of one exchange
