@@ -25,6 +25,15 @@ CLEARING = "engine/test_clearing_tenants.py"
 
 # Words of the page, and the tests: each promise is a sentence, or the part of one that a test can hold.
 PROMISES: dict[str, tuple[str, ...]] = {
+    # ---- several servers
+    "a record without the code that the": (
+        "tiers/remote/test_remote_tier.py::test_a_record_of_somebody_without_the_secret_is_a_miss",
+        "faults/test_shared_faults.py::test_a_fault_changes_no_answer",
+    ),
+    "The server learns no": ("engine/tiers/test_shared_tier.py::test_the_server_learns_no_salt",),
+    "salt never leaves it": (
+        "engine/kv_events/test_wire.py::test_a_salt_never_leaves_in_clear_and_tells_tenants_apart",
+    ),
     # ---- tenants
     "never across two: in memory, in RAM below an accelerator, on disk, for drafts, and for cached tokens of texts": (
         f"{TENANTS}::test_answers_to_a_tenant_do_not_depend_on_the_other",

@@ -158,3 +158,18 @@ def test_a_record_names_no_token_in_its_place(store: SharedStore) -> None:
         (b"state", b"%d" % RecordKind.STATE),
     }
     assert all(len(place) < 30 for place in places)
+
+
+def test_the_server_learns_no_salt(store: SharedStore) -> None:
+    replica = Replica(store, KINDS[2])
+    replica.answer_of(PROMPT, salt="salt of a tenant")
+    replica.stop()
+    client = store.client()
+    (names,) = client.run([[b"KEYS", b"*"]])
+    assert isinstance(names, list)
+    assert names
+    for name in names:
+        assert isinstance(name, bytes)
+        (value,) = client.run([[b"DUMP", name]])
+        assert isinstance(value, bytes)
+        assert b"salt of a tenant" not in name + value
