@@ -134,7 +134,7 @@ OF_SERVERS = {
     "explain", "host", "idle_work", "max_body", "max_connections", "metrics_tenants", "port",
     "public_prompts", "responses_budget", "responses_file", "sse_keep_alive", "drain_timeout", "tool_parser",
     "traces", "warm", "log_format", "log_level", "adapter_directory", "show_prompts", "models",
-    "media",
+    "media", "kv_events",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rootstock.config import AdapterConfig, Configuration
 from rootstock.errors import InvalidOption
+from rootstock.fleet_config import REMOTE
 from rootstock.option_table import KEYWORDS, OPTIONS, configuration_of, keyword_of
 from rootstock.options import SIZES
 
@@ -48,6 +49,8 @@ class Options(TypedDict, total=False):
     disk_budget_bytes: int | str
     disk_write: str
     host_budget_bytes: int | str
+    remote: str | None  # address of a shared Valkey server
+    remote_key_file: str | Path | None
     verify_hits: float
     queue_bytes: int | str
     # EngineConfig
@@ -86,9 +89,9 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
             raise InvalidOption(name, value, f"left out where {spelled[field]} is given")
         spelled[field] = name
         value = _of_its_type(name, value)
-        if OPTIONS[field].form in SIZES and isinstance(value, str):
+        if OPTIONS[field].form in (*SIZES, REMOTE) and isinstance(value, str):
             value = OPTIONS[field].form.parse(value, name)
-        if field == "disk_dir" and value is not None:
+        if field in ("disk_dir", "remote_key_file") and value is not None:
             value = Path(value)
         given[field] = value
 
