@@ -139,10 +139,10 @@ def test_the_parts_of_a_public_head_and_of_tenants_are_kept_apart(tier: RemoteTi
 
 def test_a_namespace_without_records_is_asked_for_once_in_a_while(tier: RemoteTier, asking: Asking) -> None:
     assert asking.find(PROMPT, Scope(MODEL)) == []
-    assert asking.commands == [b"EXISTS"]
+    assert asking.commands == [b"TOUCH"]
     put(tier, [block(PROMPT, 0, 8)])
     assert asking.find(PROMPT, Scope(MODEL)) == []
-    assert asking.commands == [b"EXISTS"]
+    assert asking.commands == [b"TOUCH"]
     asking.clock.now_s += module.ABSENT_S
     assert len(asking.find(PROMPT, Scope(MODEL))) == 1
 
@@ -152,7 +152,45 @@ def test_records_that_were_found_are_not_asked_for_again(tier: RemoteTier, askin
     asking.find(PROMPT[:81], Scope(MODEL))
     asking.commands.clear()
     assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
-    assert asking.commands.count(b"EXISTS") == 1  # of the namespace
+    assert b"EXISTS" not in asking.commands
+
+
+@pytest.mark.parametrize("lost", [b"at:", b"ns:"])
+def test_records_whose_place_the_server_has_evicted_are_found_after_the_next_store(
+    lost: bytes, tier: RemoteTier, asking: Asking, store: SharedStore
+) -> None:
+    """A replica that dies between a record and its place leaves it without, too."""
+    own = [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)]
+    put(tier, own)
+    client = store.client()
+    (names,) = client.run([[b"KEYS", b"*" + lost + b"*"]])
+    assert isinstance(names, list)
+    client.run([[b"DEL", name] for name in names if isinstance(name, bytes)])
+    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    asking.clock.now_s += module.ABSENT_S
+    put(tier, own)  # they are there already
+    assert keys(asking.find(PROMPT[:81], Scope(MODEL))) == keys(own)
+
+
+def test_a_look_up_is_a_use_of_the_marks_by_which_the_server_evicts(
+    tier: RemoteTier, asking: Asking, store: SharedStore
+) -> None:
+    put(tier, [block(PROMPT, 0, 8)])
+    client, mark = store.client(), tier.name(b"ns:", MODEL.digest())
+    client.run(
+        [
+            [b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu"],
+            [b"CONFIG", b"SET", b"lfu-log-factor", b"0"],
+        ]
+    )
+    client.run([[b"SET", mark, b"1"]])
+    (before,) = client.run([[b"OBJECT", b"FREQ", mark]])
+    for _ in range(3):
+        asking.find(PROMPT[:60], Scope(MODEL))
+    (after,) = client.run([[b"OBJECT", b"FREQ", mark]])
+    assert isinstance(before, int)
+    assert isinstance(after, int)
+    assert after > before
 
 
 def test_a_gap_of_some_hundred_blocks_ends_a_look_up(

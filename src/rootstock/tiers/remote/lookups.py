@@ -118,7 +118,8 @@ class PromptLookups:
         spaces = {scope.namespace.digest(), *([scope.public.digest()] if scope.public_tokens else [])}
         if all(now - self._absent.get(space, -ABSENT_S) < ABSENT_S for space in spaces):
             return True
-        marks = self._ask([[b"EXISTS", self._tier.name(b"ns:", space)] for space in spaces])
+        # A use, unlike EXISTS: a server does not evict the marks of namespaces that are looked up.
+        marks = self._ask([[b"TOUCH", self._tier.name(b"ns:", space)] for space in spaces])
         for space, mark in zip(spaces, marks, strict=True):
             if mark:
                 self._absent.pop(space, None)

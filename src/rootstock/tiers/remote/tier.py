@@ -4,7 +4,9 @@
     PREFIX at:PARENT  a set of places: which kinds of records, of how many tokens, begin after the tokens of PARENT
     PREFIX ns:DIGEST  exists if records of a namespace were stored
 
-The server evicts by its own policy. A record that it does not have is a miss. While it cannot be reached the tier is
+The server evicts by its own policy. A record that it does not have is a miss. It may also evict a place or a mark of
+a namespace, without which no look-up finds the records: they are written again with every store, also of records
+that are there already. While it cannot be reached the tier is
 `Off`: every request computes, and a thread tries to reach it again. A server may come back empty, so the records that
 were known before are then forgotten, and found again when a prompt is looked up (`PromptLookups`).
 
@@ -107,7 +109,6 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._idle: list[StoreConnection] = []
         self._known: OrderedDict[RecordKey, None] = OrderedDict()
-        self._marked: set[bytes] = set()  # namespaces whose mark this process has set
         self._state: TierState = Ready()
         self._changed = threading.Event()  # the tier is off, in doubt or closed
         self._in_doubt = False  # the server has lost a record: it may have lost more
@@ -187,6 +188,9 @@ class RemoteTier:
                     if not is_there
                 }
                 refusals = self._send(connection, new)
+                self._place(
+                    connection, [each.identity for each in group if each.identity.key not in refusals]
+                )
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
@@ -211,7 +215,7 @@ class RemoteTier:
     def _send(
         self, connection: StoreConnection, new: Mapping[RecordKey, Encoded]
     ) -> dict[RecordKey, NotStored]:
-        """Sends records with their places. Returns those that the server has refused, as a full one does."""
+        """Sends records. Returns those that the server has refused, as a full one does."""
         if not new:
             return {}
         total_bytes = sum(encoded.stored_bytes for encoded in new.values())
@@ -223,20 +227,23 @@ class RemoteTier:
             connection.send_value([b"SET", self.name(b"r:", key)], views)
         replies = connection.read_replies(len(new))
         refusals: dict[RecordKey, NotStored] = {}
-        places: list[Sequence[bytes]] = []
-        for (key, encoded), reply in zip(new.items(), replies, strict=True):
+        for key, reply in zip(new, replies, strict=True):
             if isinstance(reply, StoreRefused):
                 why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
                 refusals[key] = NotStored(why, str(reply))
-                continue
-            identity = encoded.identity
-            places.append([b"SADD", self.name(b"at:", identity.parent), place_of(identity)])
-            if identity.namespace not in self._marked:
-                places.append([b"SET", self.name(b"ns:", identity.namespace), b"1"])
-                self._marked.add(identity.namespace)
-        if places:
-            connection.run(places)
         return refusals
+
+    def _place(self, connection: StoreConnection, identities: Sequence[Identity]) -> None:
+        """Writes the places of records, and the marks of their namespaces."""
+        places = [[b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities]
+        marks = [
+            [b"SET", self.name(b"ns:", space), b"1"] for space in {each.namespace for each in identities}
+        ]
+        try:
+            if places:
+                connection.run([*places, *marks])
+        except StoreRefused as error:  # a full server: the next store of these records tries it again
+            _log.debug("The shared tier does not take places of records: %s", error)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -465,7 +472,6 @@ class RemoteTier:
             return False
         with self._lock:
             known, self._known = list(self._known), OrderedDict()
-            self._marked.clear()
         self._tell_gone(known)
         with self._lock:
             if self._closing:
@@ -490,5 +496,3 @@ class RemoteTier:
             except StoreRefused:
                 return
             self._forget(key for key, is_there in zip(keys, there, strict=True) if not is_there)
-        with self._lock:
-            self._marked.clear()
