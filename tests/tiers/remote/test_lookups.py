@@ -3,8 +3,11 @@ can."""
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +16,15 @@ import pytest
 from rootstock.cache.keys import Identity, Namespace, RecordKind, Scope, identify
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE, window
-from rootstock.tiers.base import Off, Record
+from rootstock.tiers.base import Off, Ready, Record
 from rootstock.tiers.remote import lookups as module
-from rootstock.tiers.remote.lookups import PromptLookups
+from rootstock.tiers.remote.connection import Reply
+from rootstock.tiers.remote.lookups import Found, PromptLookups
 from rootstock.tiers.remote.place import Places
 from rootstock.tiers.remote.tier import RemoteTier
 from shared_store import SharedStore
 from tiers.helpers import Clock
-from waiting import wait_for
+from waiting import join, wait_for, wait_until
 
 FAMILIES = (FULL, window(16), STATE)
 SIZE = 8
@@ -63,8 +67,8 @@ class Asking:
         found: list[Identity] = []
         ended = threading.Event()
 
-        def end(identities: Sequence[Identity]) -> None:
-            found.extend(identities)
+        def end(records: Found) -> None:
+            found.extend(records.values())
             ended.set()
 
         self.lookups.look_up(tokens, scope, end)
@@ -263,3 +267,50 @@ def test_a_look_up_that_takes_long_ends_with_what_it_has(
     assert 4 <= len(found) < 50
     assert keys(found) == keys([block(PROMPT, each * SIZE, (each + 1) * SIZE) for each in range(len(found))])
     assert not isinstance(asking.tier.state, Off), "the prompt was long, and the server was not slow"
+
+
+def test_a_long_prompt_does_not_turn_the_tier_off(
+    tier: RemoteTier, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its look-up ends with what was found in its time."""
+    monkeypatch.setattr(module, "AT_ONCE", 1)
+    put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 696, SIZE)])
+    other = RemoteTier(replace(store.config, timeout_s=4.0))
+    lookups, found = PromptLookups(other, FAMILIES, SIZE), queue.SimpleQueue[Found]()
+    run = other.run
+
+    def slow(commands: Sequence[Sequence[bytes]], seconds: float | None = None) -> list[Reply]:
+        time.sleep(0.05)
+        return run(commands, seconds)
+
+    other.run = slow  # type: ignore[method-assign]
+    for _ in range(8):
+        lookups.look_up(PROMPT, Scope(MODEL), found.put)
+    lengths = [len(found.get()) for _ in range(8)]
+    assert 0 < lengths[0] < 87, "it has all the time, or none"
+    assert lengths[-1] == 0, "its time is over: it has waited for the others"
+    assert other.state == Ready()
+    lookups.close()
+    other.close()
+
+
+def test_the_end_does_not_wait_for_prompts_to_be_looked_up(tier: RemoteTier, store: SharedStore) -> None:
+    lookups, ended, asked = PromptLookups(tier, FAMILIES, SIZE), list[Found](), threading.Event()
+    goes_on, run = threading.Event(), tier.run
+
+    def held(commands: Sequence[Sequence[bytes]], seconds: float | None = None) -> list[Reply]:
+        assert not asked.is_set(), "a prompt is looked up after the end"
+        asked.set()
+        wait_for(goes_on)
+        return run(commands, seconds)
+
+    tier.run = held  # type: ignore[method-assign]
+    for _ in range(10):
+        lookups.look_up(PROMPT, Scope(MODEL), ended.append)
+    wait_for(asked)
+    closing = threading.Thread(target=lookups.close)
+    closing.start()
+    wait_until(lambda: lookups._closing)
+    goes_on.set()
+    join(closing)
+    assert ended == [{}] * 10

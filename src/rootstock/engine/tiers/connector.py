@@ -78,12 +78,13 @@ class TierEvents:
         else:
             self._queue.put(lambda stored: stored.remove(identity.key))
 
-    def found(self, identities: Sequence[Identity]) -> None:
+    def found(self, records: Mapping[RecordKey, Identity]) -> None:
         """Notes records that a look-up has found."""
 
         def add(stored: StoredIndex) -> None:
-            for identity in identities:
-                stored.add(identity)
+            for key, identity in records.items():
+                if key not in stored:  # a prompt's records are found again and again
+                    stored.add(identity)
 
         self._queue.put(add)
 
@@ -283,9 +284,9 @@ class TierConnector:
         thread."""
         assert self._lookups is not None
 
-        def found(identities: Sequence[Identity]) -> None:
-            if identities:
-                self._events.found(identities)
+        def found(records: Mapping[RecordKey, Identity]) -> None:
+            if records:
+                self._events.found(records)
             ended()
 
         self._lookups.look_up(tokens, scope, found)

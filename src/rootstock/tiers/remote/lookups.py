@@ -5,7 +5,10 @@ prompt is looked up before its request is scheduled, in one exchange for some hu
 found become known to the cache's index, and the request is then matched as if they were on a disk.
 
 A namespace without any record is asked for once in some seconds. Blocks that were found before are not asked for
-again."""
+again.
+
+A look-up ends when its time is over, with what it has found. Only a server that is late with one exchange counts as
+unreachable: a long prompt, or many at once, must not turn the tier off for all."""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Identity, Scope
+from rootstock.cache.keys import Identity, RecordKey, Scope
 from rootstock.cache.types import Tokens
 from rootstock.tiers.base import Off
 from rootstock.tiers.remote.connection import Reply, StoreRefused, StoreUnreachable
@@ -28,21 +31,26 @@ from rootstock.tiers.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
 
-# Parts of the tier's time limit: of an exchange, after which the server counts as unreachable, and of a look-up
-# before its last two exchanges. A look-up that ends early has found the beginning of a prompt.
+# Parts of the tier's time limit: for which a prompt waits for the look-ups before its own; of an exchange, after
+# which the server counts as unreachable; and of a look-up before its last two exchanges. A look-up that ends early
+# has found the beginning of a prompt.
+WAIT_SHARE = 0.2
 EXCHANGE_SHARE = BEGIN_SHARE = 0.1
-LOOKUP_SHARE = BEGIN_SHARE + 2 * EXCHANGE_SHARE  # a load may take the rest
+LOOKUP_SHARE = WAIT_SHARE + BEGIN_SHARE + 2 * EXCHANGE_SHARE  # a load may take the rest
 AT_ONCE = 128  # boundaries of one exchange
 ABSENT_S = 2.0  # for which a namespace without records is not asked for again
 MOST_ABSENT = 10_000
 MOST_WAITING = 4096  # prompts; further ones are not looked up
+
+Found = Mapping[RecordKey, Identity]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingLookup:
     tokens: Tokens
     scope: Scope
-    ended: Callable[[Sequence[Identity]], None]
+    ended: Callable[[Found], None]
+    waits_until: float  # by the look-ups' clock: is not looked up later
 
 
 class PromptLookups:
@@ -60,20 +68,23 @@ class PromptLookups:
         self._block_size = block_size
         self._clock = clock
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # namespaces, and when they were asked for
+        self._closing = False
         self._queue: queue.SimpleQueue[_PendingLookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rootstock-lookups", daemon=True)
         self._thread.start()
 
-    def look_up(self, tokens: Tokens, scope: Scope, ended: Callable[[Sequence[Identity]], None]) -> None:
+    def look_up(self, tokens: Tokens, scope: Scope, ended: Callable[[Found], None]) -> None:
         """Looks a prompt up, or ends at once if the tier cannot be asked. The look-up's thread calls `ended`."""
         skips = len(tokens) <= 1 or scope.namespace.is_private or isinstance(self._tier.state, Off)
         if skips or self._queue.qsize() >= MOST_WAITING or not self._thread.is_alive():
-            ended(())
+            ended({})
         else:
-            self._queue.put(_PendingLookup(tokens, scope, ended))
+            waits_until = self._clock() + WAIT_SHARE * self._tier.timeout_s
+            self._queue.put(_PendingLookup(tokens, scope, ended, waits_until))
 
     def close(self) -> None:
         """Ends the thread. Prompts that wait are not looked up."""
+        self._closing = True
         self._queue.put(None)
         self._thread.join()
 
@@ -81,9 +92,9 @@ class PromptLookups:
 
     def _run(self) -> None:
         while (asked := self._queue.get()) is not None:
-            found: Sequence[Identity] = ()
+            found: Found = {}
             try:
-                found = self._records(asked.tokens, asked.scope)
+                found = self._records(asked)
             except StoreUnreachable as error:
                 self._tier.turn_off(error)
             except StoreRefused as error:
@@ -92,21 +103,24 @@ class PromptLookups:
                 _log.exception("Looking a prompt up failed. Its request goes on without the shared tier.")
             asked.ended(found)
 
-    def _records(self, tokens: Tokens, scope: Scope) -> list[Identity]:
-        """Returns the stored records of a prompt, up to a long gap."""
-        if isinstance(self._tier.state, Off) or self._is_absent(scope):
-            return []
-        found: list[Identity] = []
-        until = self._clock() + BEGIN_SHARE * self._tier.timeout_s
-        left = record_starts(tokens[:-1], scope, self._block_size)  # the last token is always computed
+    def _records(self, asked: _PendingLookup) -> Found:
+        """Returns the stored records of a prompt, up to a long gap or the end of its time."""
+        began = self._clock()
+        is_late = began > asked.waits_until
+        if is_late or self._closing or isinstance(self._tier.state, Off) or self._is_absent(asked.scope):
+            return {}
+        found: dict[RecordKey, Identity] = {}
+        # The last token is always computed.
+        left = record_starts(asked.tokens[:-1], asked.scope, self._block_size)
+        until = began + BEGIN_SHARE * self._tier.timeout_s
         while here := list(islice(left, AT_ONCE)):
             more = self._at(here)
             if not more:
                 break  # deeper blocks are of no use without these, unless hundreds are in memory
-            found += more
-            if self._clock() > until:
+            found.update(more)
+            if self._closing or self._clock() > until:
                 break
-        self._tier.found(each.key for each in found)
+        self._tier.found(found)
         return found
 
     def _ask(self, commands: Sequence[Sequence[bytes]]) -> list[Reply]:
@@ -130,17 +144,20 @@ class PromptLookups:
             self._absent.popitem(last=False)
         return not any(marks)
 
-    def _at(self, here: Sequence[RecordStart]) -> list[Identity]:
+    def _at(self, here: Sequence[RecordStart]) -> Found:
         """Returns the stored records at some boundaries."""
         replies = self._ask([[b"SMEMBERS", self._tier.name(b"at:", each.parent)] for each in here])
-        candidates: list[Identity] = []
+        candidates: dict[RecordKey, Identity] = {}
         for boundary, reply in zip(here, replies, strict=True):
             raw = [each for each in reply if isinstance(each, bytes)] if isinstance(reply, list) else []
             for each in raw:
                 place = self._places.decode(each, len(boundary.tokens))
                 if place is not None:
-                    candidates.append(boundary.identity(place))
-        unknown = [identity for identity in candidates if identity.key not in self._tier]
-        there = self._ask([[b"EXISTS", self._tier.name(b"r:", each.key)] for each in unknown])
-        absent = {each.key for each, is_there in zip(unknown, there, strict=True) if not is_there}
-        return [each for each in candidates if each.key not in absent]
+                    identity = boundary.identity(place)
+                    candidates[identity.key] = identity
+        unknown = [key for key in candidates if key not in self._tier]
+        there = self._ask([[b"EXISTS", self._tier.name(b"r:", key)] for key in unknown])
+        for key, is_there in zip(unknown, there, strict=True):
+            if not is_there:
+                del candidates[key]
+        return candidates
