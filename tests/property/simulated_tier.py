@@ -70,6 +70,9 @@ class SimulatedTier:
         self.gone: Callable[[Sequence[RecordKey]], None] = lambda keys: None
         self.state: TierState = Ready()
 
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self._records
+
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         return [self._store(record) for record in records]
 

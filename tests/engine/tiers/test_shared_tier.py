@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.helpers import Bench, Families, numbers
@@ -12,7 +15,9 @@ from engine.tiered import KINDS, kinds
 from rootstock.cache.keys import RecordKind
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.config import TierConfig
+from rootstock.tiers.remote.tier import RemoteTier
 from shared_store import SharedStore
+from waiting import wait_for
 
 SIZE = 4
 PROMPT = numbers(1, 62)
@@ -137,6 +142,39 @@ def test_a_request_that_ends_while_its_prompt_is_looked_up(store: SharedStore) -
     store.go_on()
     assert replica.answer_of(PROMPT)[0] == cold(KINDS[0], PROMPT)
     replica.stop()
+
+
+@pytest.mark.parametrize("way", ["found", "stored"])
+def test_the_index_does_not_claim_what_is_lost_at_the_same_time(
+    way: str, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is found to be emptied after it has said that it has the records, and before the engine hears it."""
+    first, second = Replica(store, KINDS[0]), Replica(store, KINDS[0])
+    name = "found" if way == "found" else "store"
+    original = getattr(RemoteTier, name)
+
+    def lost(tier: RemoteTier, records: Iterable[Any]) -> object:
+        of = list(records)
+        result = original(tier, of)
+        tier._forget([each.identity.key for each in of] if way == "stored" else of)
+        return result
+
+    if way == "stored":
+        monkeypatch.setattr(RemoteTier, name, lost)
+    first.answer_of(PROMPT)
+    first.stop()
+    monkeypatch.setattr(RemoteTier, name, lost)
+    connector, ended = second.engine.tier_connector, threading.Event()
+    assert connector is not None
+    tokens = np.array(PROMPT, np.int32)
+    connector.look_up(tokens, second.engine.scope(tokens), ended.set)
+    wait_for(ended)
+    for replica in (first, second):
+        connector = replica.engine.tier_connector
+        assert connector is not None
+        connector._events.apply(replica.cache.stored)
+    assert len((first if way == "stored" else second).cache.stored) == 0
+    second.stop()
 
 
 def test_a_record_names_no_token_in_its_place(store: SharedStore) -> None:

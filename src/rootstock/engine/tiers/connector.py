@@ -59,9 +59,13 @@ REMOTE_LEAST_BYTES_PER_S = 20 * MIB  # a load from a shared server that is slowe
 
 
 class TierEvents:
-    """Events of the tiers' threads, read by the engine's thread."""
+    """Events of the tiers' threads, read by the engine's thread.
+
+    A record may be gone before the event that it is there has been put. Only records that the tier has when an event
+    is read are added: whatever goes later has an event of its own."""
 
     def __init__(self) -> None:
+        self.is_there: Callable[[RecordKey], bool] = lambda key: True  # of the tier, once it is open
         self._queue: queue.SimpleQueue[Callable[[StoredIndex], None]] = queue.SimpleQueue()
 
     def gone(self, keys: Sequence[RecordKey]) -> None:
@@ -74,7 +78,7 @@ class TierEvents:
     def stored(self, identity: Identity, outcome: StoreOutcome) -> None:
         if isinstance(outcome, Stored | AlreadyStored):
             # An eviction and a second store may have come in between.
-            self._queue.put(lambda stored: stored.add(identity))
+            self._queue.put(lambda stored: self._add(stored, identity.key, identity))
         else:
             self._queue.put(lambda stored: stored.remove(identity.key))
 
@@ -83,10 +87,13 @@ class TierEvents:
 
         def add(stored: StoredIndex) -> None:
             for key, identity in records.items():
-                if key not in stored:  # a prompt's records are found again and again
-                    stored.add(identity)
+                self._add(stored, key, identity)
 
         self._queue.put(add)
+
+    def _add(self, stored: StoredIndex, key: RecordKey, identity: Identity) -> None:
+        if key not in stored and self.is_there(key):  # a prompt's records are found again and again
+            stored.add(identity)
 
     def tell(self, event: Callable[[StoredIndex], None]) -> None:
         self._queue.put(event)
@@ -195,6 +202,7 @@ class TierConnector:
         self._writer = writer
         self._reader = reader
         self._events = events
+        events.is_there = tier.__contains__
         self._queue_bytes = queue_bytes  # the writer's
         self._clock = clock
         self._disk = disk
