@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,21 @@ def test_a_password_is_needed(tmp_path: Path) -> None:
             store.client()
         url = f"unix://:secret@{store.config.path}"
         StoreConnection(RemoteConfig.parse(url)).close()
+
+
+def test_an_error_does_not_tell_the_password(tmp_path: Path) -> None:
+    """A server that does not know AUTH tells the command's arguments."""
+    rename = ["--rename-command", "AUTH", ""]
+    with SharedStore(tmp_path, *rename) as store:
+        with pytest.raises(StoreUnreachable, match="unknown command") as raised:
+            StoreConnection(replace(store.config, password="a secret"))
+        assert "a secret" not in str(raised.value)
+        assert raised.value.__cause__ is None
+
+
+def test_a_name_that_no_host_can_have_is_unreachable() -> None:
+    with pytest.raises(StoreUnreachable):
+        StoreConnection(RemoteConfig("a..b"))
 
 
 def drip(client: socket.socket) -> None:

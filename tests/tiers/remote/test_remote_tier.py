@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Refusal, Stored
+from rootstock.tiers.record import encode_identity
 from rootstock.tiers.remote import tier as remote_tier
 from rootstock.tiers.remote.record_code import RecordCodes
 from rootstock.tiers.remote.tier import RemoteTier
@@ -233,3 +236,62 @@ def test_a_server_that_cannot_be_reached_at_the_start(
         (outcome,) = tier.store(records(1))
         assert isinstance(outcome, Stored)
         tier.close()
+
+
+def test_connections_that_were_idle_for_long_are_not_used_again(
+    opened: Opened, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server, or a network, may have ended them: this is no outage."""
+    tier = opened()
+    some = records(3)
+    tier.store(some)
+    monkeypatch.setattr(remote_tier, "IDLE_S", 0.0)
+    for record in some:
+        store.client().run([[b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes"]])
+        assert is_right(tier.load(record.identity), record)
+    assert tier.counts.outages == 0
+
+
+def test_a_connection_is_not_used_again_after_an_exception(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has not read would be the next command's reply."""
+    tier = opened()
+    first, second = records(2)
+    tier.store([first, second])
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(remote_tier, "head_of", fail)
+    with pytest.raises(MemoryError):
+        tier.load(first.identity)
+    monkeypatch.undo()
+    assert is_right(tier.load(second.identity), second)
+    assert tier.counts.outages == 0
+
+
+def test_a_header_takes_no_more_memory_than_a_record_needs(opened: Opened, store: SharedStore) -> None:
+    tier = opened(None)
+    (record,) = records(1)
+    identity, count = encode_identity(record.identity), 500_000
+    sizes = struct.pack("<I", count) + bytes(8 * count)
+    header = struct.pack("<I", len(identity)) + identity + sizes
+    prefix = struct.pack("<8sIQ16s", b"RtStkRec", len(header), 0, bytes(16))
+    store.client().run([[b"SET", name_of(tier, record.identity.key), prefix + header]])
+    tracemalloc.start()
+    result = tier.load(record.identity, [])
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kind_of_miss(result) is MissKind.MISSING_BYTES
+    assert most_bytes < 2**20
+
+
+@pytest.mark.parametrize("said", ["\u00b2", "9" * 5000, "-1", ""])
+def test_a_server_that_reports_no_numbers(said: str, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened()
+    reply = f"used_memory:{said}\r\nmaxmemory:7\r\n".encode()
+    monkeypatch.setattr(tier, "run", lambda commands: [reply, b""])
+    usage = tier.usage()
+    assert usage is not None
+    assert (usage.used_bytes, usage.cap_bytes) == (0, 7)

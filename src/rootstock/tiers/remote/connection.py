@@ -41,11 +41,11 @@ class StoreConnection:
         """Connects and authenticates. Raises StoreUnreachable."""
         self._timeout_s = config.timeout_s
         self._deadline = 0.0
+        self.used_at = 0.0  # by the system's clock: the beginning of the last exchange
         self._buffer = bytearray()
         self._at = 0  # position in the buffer
         self._socket: socket.socket | None = None
         try:
-            self._begin()
             self._socket = _connected(config)
             greeting: list[Sequence[bytes]] = []
             if config.password:
@@ -54,9 +54,12 @@ class StoreConnection:
             if config.database:
                 greeting.append([b"SELECT", str(config.database).encode()])
             self.run([*greeting, [b"PING"]])
-        except (OSError, StoreUnreachable, StoreRefused) as error:
+        except (OSError, UnicodeError, StoreUnreachable, StoreRefused) as error:
             self.close()
-            raise StoreUnreachable(str(error) or type(error).__name__) from error
+            told = str(error) or type(error).__name__
+            if config.password:  # a server that does not know AUTH tells its arguments
+                told = told.replace(config.password, "***")
+            raise StoreUnreachable(told) from (None if config.password else error)
 
     def close(self) -> None:
         opened, self._socket = self._socket, None
@@ -146,7 +149,8 @@ class StoreConnection:
     # ---------------------------------------------------------------------------------------- inside
 
     def _begin(self, seconds: float | None = None) -> None:
-        self._deadline = time.monotonic() + (self._timeout_s if seconds is None else seconds)
+        self.used_at = time.monotonic()
+        self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
 
     def _open(self) -> socket.socket:
         """Returns the socket, with the time that is left as its limit."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,8 +59,10 @@ MOST_KNOWN = 200_000  # records that are in the index because of this tier
 _GROUP_BYTES = 16 * MIB  # stored in one exchange
 _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request waits for
 _MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
+_MOST_HEADER_BYTES = MIB  # an identity, and a number for each buffer of a model's layers
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
 _IDLE_CONNECTIONS = 4
+IDLE_S = 20.0  # after which a connection is not used again: servers and networks end idle ones
 Connect = Callable[[RemoteConfig], StoreConnection]
 
 
@@ -324,7 +327,8 @@ class RemoteTier:
         if sizes is None:
             return Miss(MissKind.CHECKSUM, "no such record begins here"), prefix, code
         header_bytes, payload_bytes = sizes
-        if PREFIX_BYTES + header_bytes + payload_bytes + code.nbytes != size or size > _MOST_RECORD_BYTES:
+        too_large = size > _MOST_RECORD_BYTES or header_bytes > _MOST_HEADER_BYTES
+        if too_large or PREFIX_BYTES + header_bytes + payload_bytes + code.nbytes != size:
             return Miss(MissKind.MISSING_BYTES, f"the record has {size:,} bytes"), prefix, code
         front = memoryview(bytearray(PREFIX_BYTES + header_bytes))
         front[:PREFIX_BYTES] = prefix
@@ -378,7 +382,8 @@ class RemoteTier:
         said = dict(line.strip().split(":", 1) for line in text.splitlines() if ":" in line)
 
         def number(name: str) -> int:
-            return int(said[name]) if said.get(name, "").isdigit() else 0
+            text = said.get(name, "")
+            return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
         return RemoteUsage(
             number("used_memory"),
@@ -423,9 +428,17 @@ class RemoteTier:
         """Lends a connection. Raises StoreUnreachable."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
+        if connection is not None and time.monotonic() - connection.used_at >= IDLE_S:
+            connection.close()
+            connection = None
         connection = connection or self._connect(self._config)
         try:
             yield connection
+        except StoreRefused:
+            raise
+        except BaseException:  # a part of a reply may be unread
+            connection.close()
+            raise
         finally:
             with self._lock:
                 keeps = connection.is_open and not self._closing and len(self._idle) < _IDLE_CONNECTIONS
