@@ -10,6 +10,7 @@ from rootstock.errors import InvalidOption
 from rootstock.options import ValueForm, parse_seconds
 
 _ADDRESS = r"tcp://[^?#]+:\d{1,5}|ipc://[^?#]+"
+_MOST_PORT = 65_535  # ZeroMQ itself takes larger ones, and leaves out their upper bits
 _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "[::1]", "localhost")
 
 
@@ -39,12 +40,12 @@ class KVEventsConfig:
         given = dict(parse_qsl(query, keep_blank_values=True))
         replay, topic = given.pop("replay", None), given.pop("topic", "")
         form = given.pop("format", "map")
-        if given or form not in ("map", "array") or not re.fullmatch(_ADDRESS, endpoint):
+        if given or form not in ("map", "array") or not _is_address(endpoint):
             raise InvalidOption(option, text, allowed)
         found = cls(endpoint, replay, topic, form == "array")
-        if replay is None or re.fullmatch(_ADDRESS, replay):
+        if replay is None or _is_address(replay):
             return found
-        if not (endpoint.startswith("tcp://") and re.fullmatch(r"\d{1,5}", replay)):
+        if not (endpoint.startswith("tcp://") and _is_port(replay)):
             raise InvalidOption(option, text, allowed)
         host = endpoint.rpartition(":")[0] if found.binds else "tcp://*"
         return replace(found, replay_endpoint=f"{host}:{replay}")
@@ -56,6 +57,15 @@ class KVEventsConfig:
         if self.replay_endpoint is not None:
             query["replay"] = self.replay_endpoint
         return self.endpoint + (f"?{urlencode(query, safe='@:/*')}" if query else "")
+
+
+def _is_address(text: str) -> bool:
+    is_tcp = text.startswith("tcp://")
+    return bool(re.fullmatch(_ADDRESS, text)) and (not is_tcp or _is_port(text.rpartition(":")[2]))
+
+
+def _is_port(text: str) -> bool:
+    return bool(re.fullmatch(r"[0-9]{1,5}", text)) and int(text) <= _MOST_PORT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rootstock.engine.kv_events import publisher
 from rootstock.errors import InvalidOption
 from rootstock.fleet_config import KVEventsConfig
 from rootstock.testing.fake_runtime import FULL, STATE, window
+from waiting import join
 
 WITHIN_MS = 30_000
 
@@ -188,12 +189,38 @@ def test_addresses(text: str, endpoint: str, replay: str | None, binds: bool) ->
     "text",
     [
         *("", "5557", "http://a:1", "tcp://*", "tcp://*:5557?replay=x", "tcp://*:5557?form=map"),
+        *("tcp://*:65536", "tcp://*:5557?replay=65536", "tcp://*:5557?replay=tcp://*:99999"),
         *("ipc://a?replay=5", "tcp://*:5557?format=xml", "tcp://*:123456", "tcp://*:5557?" + "a=1&" * 20),
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(InvalidOption):
         KVEventsConfig.parse(text)
+
+
+def test_nothing_waits_for_a_publisher_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changes that nobody will send would fill the memory."""
+    of = bench(tmp_path)
+    assert of.engine.parts.kv_events is not None
+    failing = of.engine.parts.kv_events._publisher
+    assert isinstance(failing, publisher.EventPublisher)
+
+    def fail(*_: object) -> bytes:
+        raise ValueError
+
+    monkeypatch.setattr(failing._encoder, "batch", fail)
+    of.ask(numbers(1, 30), 2)
+    of.run()
+    join(failing._thread)
+    left = failing._changes.qsize()
+    for seed in range(5):
+        of.ask(numbers(seed, 30), 2)
+        of.run()
+    assert failing._changes.qsize() == left
+    of.engine.stop()
+    assert "published no more" in caplog.text
 
 
 def test_an_address_in_use_stops_the_start(tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ class EventPublisher:
         return socket
 
     def _put(self, item: tuple[Sequence[BlockChange], list[bytes]] | None) -> None:
-        self._changes.put(item)
         with self._waking:
-            if not self._wake_socket.closed:
+            if not self._wake_socket.closed:  # or else nobody would ever take the item
+                self._changes.put(item)
                 self._wake_socket.send(b"")
 
     # ---------------------------------------------------------------------------------- the thread
