@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rootstock.config import CacheConfig, EngineConfig
+from rootstock.config import CacheConfig, EngineConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.kv_budget import FREE_SHARES, auto_budget_bytes
 from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
-from rootstock.errors import BudgetTooSmall
+from rootstock.errors import BudgetTooSmall, InvalidOption
+from rootstock.fleet_config import KVEventsConfig, RemoteConfig
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.tiers.disk.tier import DiskTier
 
 TOKEN_BYTES = FakeRuntime().description.families[0].bytes_per_token
 
@@ -60,3 +63,19 @@ def test_an_assembled_engine_answers_and_reuses_prefixes_only_if_it_may(enabled:
             *_, end = engine.generate(request)
             assert isinstance(end, Finished)
             assert end.usage.cached_tokens == (len(prompt) - 1 if enabled and turn else 0)
+
+
+@pytest.mark.parametrize("wrong", ["--remote-key-file", "--kv-events"])
+def test_an_engine_that_is_not_made_leaves_its_disk_to_the_next_one(wrong: str, tmp_path: Path) -> None:
+    tier = TierConfig(tmp_path / "disk", remote=RemoteConfig(path=str(tmp_path / "no server")))
+    engine = EngineConfig()
+    if wrong == "--kv-events":
+        engine = EngineConfig(kv_events=KVEventsConfig.parse(f"ipc://{tmp_path}/no directory/events"))
+    else:
+        tier = replace(tier, remote_key_file=tmp_path / "no file")
+    cache = CacheConfig(budget_bytes=1000 * TOKEN_BYTES)
+    with pytest.raises(InvalidOption, match=wrong):
+        assemble(FakeRuntime(), ByteTokenizer(), cache, engine, tier)
+    disk = DiskTier.open(tmp_path / "disk", tier.disk_budget_bytes)
+    assert isinstance(disk, DiskTier), disk
+    disk.close()

@@ -108,8 +108,8 @@ def _assembled(
     )
     runtime.allocate(kv.rows, cache.block_size)
     tier_connector = open_below(runtime, kv, tier, engine.chunk_tokens)
-    return Assembly(
-        Engine(
+    try:
+        made = Engine(
             runtime,
             kv,
             engine,
@@ -117,7 +117,13 @@ def _assembled(
             tier_connector=tier_connector,
             verify_hits=tier.verify_hits,
             memory_watch=watch,
-        ),
+        )
+    except BaseException:  # such as an address of KV events that cannot be used
+        if tier_connector is not None:
+            tier_connector.close()
+        raise
+    return Assembly(
+        made,
         tokenizer,
         described,
         pool_tokens=kv.capacity_tokens,
@@ -170,8 +176,12 @@ def build_engine(
         assemble(runtime, tokenizer, cache, engine, tier, shared, beside_bytes=beside),
         serves_chat=tokenizer.has_chat_template,
     )
-    for adapter in model.adapters:
-        made.engine.load_adapter(adapter.name, adapter.path)
+    try:
+        for adapter in model.adapters:
+            made.engine.load_adapter(adapter.name, adapter.path)
+    except BaseException:
+        made.engine.stop()
+        raise
     leave_to_engine_thread(model)
     return made
 

@@ -66,6 +66,10 @@ def open_below(
     """
     if cache.stored is None:
         return None
+    # Read first: with a wrong file, nothing is left open.
+    codes: RecordCodes | None = None
+    if tier.remote is not None and tier.remote_key_file is not None:
+        codes = RecordCodes.of_file(tier.remote_key_file)
     events = TierEvents()
 
     def gone(keys: Sequence[RecordKey]) -> None:
@@ -90,7 +94,6 @@ def open_below(
         bottom = TierChain(host, below, TierWriter(below, tier.queue_bytes), gone=gone)
     remote: RemoteTier | None = None
     if tier.remote is not None:
-        codes = None if tier.remote_key_file is None else RecordCodes.of_file(tier.remote_key_file)
         remote = RemoteTier(tier.remote, codes, gone=gone)
         if bottom is not None:
             pair = TierPair(bottom, remote)

@@ -457,7 +457,9 @@ class RemoteTier:
         for connection in idle:
             connection.close()
         if begins:
-            _log.warning("There is no shared tier for now: %s Requests go on without it.", self._state.reason)
+            _log.warning(
+                "There is no shared tier for now: %s. Requests go on without it.", self._state.reason
+            )
         self._changed.set()
 
     def _doubt(self) -> None:
