@@ -28,8 +28,8 @@ class WriteBackQueue:
     """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less.
 
     With `shared`, other servers find records too, by the tokens of their prompts alone. A full block is of no use
-    to a prompt that ends inside it, so that a checkpoint inside a block is stored with the block's part up to
-    there."""
+    to a prompt that ends inside it or goes on with other tokens, so that a checkpoint inside a block is stored with
+    the block's part up to there, also where a full block is stored that begins with it."""
 
     def __init__(
         self,
@@ -244,7 +244,8 @@ class WriteBackQueue:
                 h.digest(),
             )
             is_stored = identity.key in self.stored
-            if not is_stored and end - start < size and self.stored.covers(pool.index, parent, own):
+            may_be_covered = end - start < size and not self._shared
+            if not is_stored and may_be_covered and self.stored.covers(pool.index, parent, own):
                 continue
             self._add(identity, RowPart(pool.index, block, end - start), keep)
 

@@ -76,6 +76,21 @@ def test_a_second_engine_loads_what_the_first_has_computed(families: Families, s
 
 
 @kinds
+def test_a_prompt_leaves_others_inside_a_block(families: Families, store: SharedStore) -> None:
+    """The first replica resumes there with its full block, which the second one cannot name."""
+    first, second = Replica(store, families), Replica(store, families)
+    head = PROMPT[:30]
+    for seed in (5, 6):
+        first.answer_of([*head, *numbers(seed, 20)])
+    first.stop()
+    prompt = [*head, *numbers(7, 20)]
+    tokens, cached = second.answer_of(prompt)
+    assert tokens == cold(families, prompt)
+    assert cached == (28 if families == KINDS[0] else 30)
+    second.stop()
+
+
+@kinds
 def test_other_weights_tenants_and_prompts_find_nothing(families: Families, store: SharedStore) -> None:
     first = Replica(store, families)
     first.answer_of(PROMPT, salt="tenant")
