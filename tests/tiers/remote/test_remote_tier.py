@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -197,6 +198,29 @@ def test_a_server_that_was_emptied_is_noticed_at_the_first_miss(opened: Opened, 
     assert kind_of_miss(tier.load(some[0].identity)) is MissKind.ABSENT
     wait_until(lambda: set(gone) == set(keys_of(some)))
     assert all(isinstance(each, Stored) for each in tier.store(some))
+
+
+def test_a_server_that_evicts_is_not_asked_for_all_records_again_and_again(
+    opened: Opened, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[float] = []
+    check = RemoteTier._check_known
+
+    def noted(tier: RemoteTier) -> None:
+        checks.append(time.monotonic())
+        check(tier)
+
+    monkeypatch.setattr(RemoteTier, "_check_known", noted)
+    monkeypatch.setattr(remote_tier, "CHECK_PAUSE_S", 0.5)
+    tier, client = opened(), store.client()
+    some = records(10)
+    tier.store(some)
+    for record in some:
+        client.run([[b"DEL", name_of(tier, record.identity.key)]])
+        assert kind_of_miss(tier.load(record.identity)) is MissKind.ABSENT
+        time.sleep(0.01)
+    wait_until(lambda: len(checks) == 2)  # one at once, and one for all misses since then
+    assert checks[1] - checks[0] >= 0.5
 
 
 def test_a_server_that_hangs_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

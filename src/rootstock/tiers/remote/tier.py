@@ -61,6 +61,7 @@ _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request
 _MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
 _MOST_HEADER_BYTES = MIB  # an identity, and a number for each buffer of a model's layers
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
+CHECK_PAUSE_S = 30.0  # between two checks of all known records, which take a second of processor time
 _IDLE_CONNECTIONS = 4
 IDLE_S = 20.0  # after which a connection is not used again: servers and networks end idle ones
 Connect = Callable[[RemoteConfig], StoreConnection]
@@ -115,6 +116,7 @@ class RemoteTier:
         self._state: TierState = Ready()
         self._changed = threading.Event()  # the tier is off, in doubt or closed
         self._in_doubt = False  # the server has lost a record: it may have lost more
+        self._check_at = 0.0  # by the system's clock: not before
         self._closing = False
         self.counts = RemoteCounts()
         try:
@@ -470,15 +472,16 @@ class RemoteTier:
 
     def _watch(self) -> None:
         while not self._closing:
-            self._changed.wait()
+            self._changed.wait(max(0.0, self._check_at - time.monotonic()) if self._in_doubt else None)
             self._changed.clear()
             while isinstance(self._state, Off) and not self._closing:
                 if not self._reach_again():
                     self._changed.wait(RETRY_S)
                     self._changed.clear()
-            if self._in_doubt and not self._closing:
+            if self._in_doubt and not self._closing and time.monotonic() >= self._check_at:
                 self._in_doubt = False
                 self._check_known()
+                self._check_at = time.monotonic() + CHECK_PAUSE_S
 
     def _reach_again(self) -> bool:
         try:
