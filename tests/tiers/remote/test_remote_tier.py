@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,12 @@ from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Refusal, Stored
 from rootstock.tiers.record import encode_identity
 from rootstock.tiers.remote import tier as remote_tier
+from rootstock.tiers.remote.connection import Reply
 from rootstock.tiers.remote.record_code import RecordCodes
 from rootstock.tiers.remote.tier import RemoteTier
 from shared_store import SharedStore
 from tiers.helpers import is_right, keys_of, kind_of_miss, records
-from waiting import wait_until
+from waiting import wait_for, wait_until
 
 CODES = RecordCodes(b"k" * 32)
 
@@ -221,6 +223,29 @@ def test_a_server_that_evicts_is_not_asked_for_all_records_again_and_again(
         time.sleep(0.01)
     wait_until(lambda: len(checks) == 2)  # one at once, and one for all misses since then
     assert checks[1] - checks[0] >= 0.5
+
+
+def test_the_end_does_not_wait_for_a_check_of_all_records(
+    opened: Opened, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "_CHECKED_AT_ONCE", 1)
+    tier, client, asked = opened(), store.client(), threading.Event()
+    some = records(10)
+    tier.store(some)
+    client.run([[b"DEL", name_of(tier, some[0].identity.key)]])
+    run, exchanges = tier.run, list[int]()
+
+    def held(commands: Sequence[Sequence[bytes]], seconds: float | None = None) -> list[Reply]:
+        exchanges.append(len(commands))
+        asked.set()
+        wait_until(lambda: tier._closing)
+        return run(commands, seconds)
+
+    monkeypatch.setattr(tier, "run", held)
+    tier.load(some[0].identity)
+    wait_for(asked)
+    tier.close()
+    assert exchanges == [1]
 
 
 def test_a_server_that_hangs_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

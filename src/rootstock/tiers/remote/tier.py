@@ -505,6 +505,8 @@ class RemoteTier:
         with self._lock:
             known = list(self._known)
         for first in range(0, len(known), _CHECKED_AT_ONCE):
+            if isinstance(self._state, Off):  # also at the end, which waits for this thread
+                return
             keys = known[first : first + _CHECKED_AT_ONCE]
             try:
                 there = self.run([[b"EXISTS", self.name(b"r:", key)] for key in keys])
