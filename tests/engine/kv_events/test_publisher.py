@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,22 @@ def test_a_quiet_engine_gives_signs_of_life(
     for _ in range(3):
         topic, _, batch = router.live.recv_multipart()
         assert (topic, msgspec.msgpack.decode(batch)[1:]) == (b"kv", [[], 0])
+    of.engine.stop()
+
+
+def test_listeners_that_ask_all_the_time_do_not_hold_up_what_a_quiet_engine_says(
+    tmp_path: Path, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
+    of = bench(tmp_path)
+    events = of.engine.parts.kv_events
+    assert events is not None
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        router.asking.send_multipart([b"", (10**6).to_bytes(8, "big")])
+        router.asking.recv_multipart()
+        time.sleep(0.01)
+    assert events.stats()["kv_events"].batches >= 2
     of.engine.stop()
 
 

@@ -70,6 +70,7 @@ class EventPublisher:
         self._kept_bytes = 0
         self._next = 0  # sequence number
         self._events_sent = self._bytes_sent = 0
+        self._sent_at = time.monotonic()  # the last batch
         self._thread = threading.Thread(target=self._run, name="rootstock-kv-events", daemon=True)
         self._thread.start()
 
@@ -113,8 +114,11 @@ class EventPublisher:
         open_ = True
         try:
             while open_:
-                ready = dict(poller.poll(round(HEARTBEAT_S * 1000)))
-                if not ready:
+                quiet_s = time.monotonic() - self._sent_at
+                ready = dict(poller.poll(round(max(0.0, HEARTBEAT_S - quiet_s) * 1000)))
+                if (
+                    time.monotonic() - self._sent_at >= HEARTBEAT_S
+                ):  # also while listeners ask for batches again
                     self._send([])
                     self._refresh()
                 if self._woken in ready:
@@ -147,6 +151,7 @@ class EventPublisher:
         self._events_sent += len(changes)
         self._bytes_sent += len(batch)
         self._events.send_multipart((self._topic, _sequence(number), batch))
+        self._sent_at = time.monotonic()
         self._kept.append((number, batch))
         self._kept_bytes += len(batch)
         while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
