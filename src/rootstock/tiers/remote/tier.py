@@ -193,9 +193,10 @@ class RemoteTier:
                     if not is_there
                 }
                 refusals = self._send(connection, new)
-                self._place(
-                    connection, [each.identity for each in group if each.identity.key not in refusals]
-                )
+                kept = [
+                    record.identity for key, record in zip(keys, group, strict=True) if key not in refusals
+                ]
+                self._place(connection, kept)
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
