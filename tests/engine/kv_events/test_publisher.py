@@ -17,7 +17,7 @@ from rootstock.engine.kv_events import publisher
 from rootstock.errors import InvalidOption
 from rootstock.fleet_config import KVEventsConfig
 from rootstock.testing.fake_runtime import FULL, STATE, window
-from waiting import join
+from waiting import join, wait_until
 
 WITHIN_MS = 30_000
 
@@ -130,6 +130,38 @@ def test_a_listener_that_comes_late_gets_the_whole_set(
         router.catch_up(0)
         assert heard_all(router, of)
         assert router.groups[0]
+
+
+def test_one_dump_is_for_all_that_ask_while_it_is_made(
+    tmp_path: Path, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listeners that ask again and again do not hold up the engine's thread."""
+    monkeypatch.setattr(publisher, "KEPT_BATCHES", 2)
+    of = bench(tmp_path)
+    events, dumps = of.engine.parts.kv_events, list[object]()
+    assert events is not None
+    opened = events._publisher
+    assert isinstance(opened, publisher.EventPublisher)
+    dump = opened._dump
+
+    def noted(put: Any) -> None:
+        dumps.append(put)
+        dump(put)
+
+    monkeypatch.setattr(opened, "_dump", noted)
+    for seed in range(12):
+        of.ask([*numbers(seed % 3, 20), *numbers(seed, 20)], 4)
+        of.run()
+    for _ in range(20):
+        router.asking.send_multipart([b"", bytes(8)])
+    wait_until(lambda: len(opened._awaiting) == 20)
+    assert len(dumps) == 1
+    with of.engine:  # its thread makes the dump
+        for _ in range(20):
+            _, number, batch = router.asking.recv_multipart()
+            router.take(int.from_bytes(number, "big"), batch)
+            assert router.asking.recv_multipart()[2] == b""
+        assert heard_all(router, of)
 
 
 def test_an_engine_that_forgets_everything_says_so(tmp_path: Path, router: Router) -> None:

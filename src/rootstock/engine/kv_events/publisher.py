@@ -63,9 +63,10 @@ class EventPublisher:
             ) from None
         self._waking = threading.Lock()  # sockets belong to one thread at a time
         self._wake_socket = self._socket(zmq.PUSH, self._wake_address, binds=False)
-        self._changes: queue.SimpleQueue[tuple[Sequence[BlockChange], list[bytes]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._changes: queue.SimpleQueue[tuple[Sequence[BlockChange], bool] | None] = queue.SimpleQueue()
+        self._awaiting: list[
+            list[bytes]
+        ] = []  # requests for a dump that is being made: it is for all of them
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0  # sequence number
@@ -79,7 +80,7 @@ class EventPublisher:
         return KVEventStats(self._next, self._events_sent, self._bytes_sent)
 
     def publish(self, changes: Sequence[BlockChange]) -> None:
-        self._put((changes, []))
+        self._put((changes, False))
 
     def close(self) -> None:
         """Publishes what was put before, and closes the sockets."""
@@ -99,7 +100,7 @@ class EventPublisher:
             socket.connect(address)
         return socket
 
-    def _put(self, item: tuple[Sequence[BlockChange], list[bytes]] | None) -> None:
+    def _put(self, item: tuple[Sequence[BlockChange], bool] | None) -> None:
         with self._waking:
             if not self._wake_socket.closed:  # or else nobody would ever take the item
                 self._changes.put(item)
@@ -137,9 +138,9 @@ class EventPublisher:
         item = self._changes.get()
         if item is None:
             return False
-        changes, client = item
-        if client:
-            self._send_dump(changes, client)
+        changes, is_dump = item
+        if is_dump:
+            self._send_dump(changes)
         else:
             self._send(changes)
         return True
@@ -165,7 +166,9 @@ class EventPublisher:
         client, first = [frames[0], frames[1]], int.from_bytes(frames[2], "big")
         oldest = self._kept[0][0] if self._kept else self._next
         if first < oldest:
-            self._dump(lambda changes: self._put((changes, client)))
+            self._awaiting.append(client)
+            if len(self._awaiting) == 1:
+                self._dump(lambda changes: self._put((changes, True)))
             return
         assert self._replay is not None
         for number, batch in self._kept:
@@ -173,12 +176,14 @@ class EventPublisher:
                 self._replay.send_multipart((*client, _sequence(number), batch))
         self._replay.send_multipart((*client, _END, b""))
 
-    def _send_dump(self, changes: Sequence[BlockChange], client: list[bytes]) -> None:
+    def _send_dump(self, changes: Sequence[BlockChange]) -> None:
         """Sends the whole set, as it is after the newest batch."""
         assert self._replay is not None
+        clients, self._awaiting = self._awaiting, []
         batch = self._encoder.batch(changes, time.time())
-        self._replay.send_multipart((*client, _sequence(max(0, self._next - 1)), batch))
-        self._replay.send_multipart((*client, _END, b""))
+        for client in clients:
+            self._replay.send_multipart((*client, _sequence(max(0, self._next - 1)), batch))
+            self._replay.send_multipart((*client, _END, b""))
 
 
 def _sequence(number: int) -> bytes:
