@@ -70,7 +70,7 @@ def _is_port(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """A Valkey or Redis server that several servers share, from an address such as valkey://host:6379/0?timeout=1s."""
+    """A Valkey or Redis server that several servers share, from an address such as valkey://host:6379/0?timeout=2s."""
 
     host: str = ""
     port: int = 6379
@@ -80,7 +80,7 @@ class RemoteConfig:
     user: str = ""
     password: str = field(default="", repr=False)
     database: int = 0
-    timeout_s: float = 1.0  # of one exchange
+    timeout_s: float = 2.0  # the longest that a request waits for the server
     prefix: str = "rootstock:"  # of all keys
 
     @classmethod
@@ -99,7 +99,7 @@ class RemoteConfig:
                 unquote(url.username or ""),
                 unquote(url.password or ""),
                 int(url.path.strip("/") or 0) if url.scheme != "unix" else int(query.pop("db", "0")),
-                parse_seconds(query.pop("timeout", "1s"), option),
+                parse_seconds(query.pop("timeout", "2s"), option),
                 query.pop("prefix", "rootstock:"),
             )
         except (ValueError, InvalidOption):

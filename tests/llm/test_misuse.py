@@ -219,6 +219,12 @@ def test_options_of_a_wrong_type_are_named(name: str) -> None:
     assert all(message.startswith(f"{name} is ") for message in refused)
 
 
+def test_a_password_in_a_wrong_option_is_not_shown() -> None:
+    with pytest.raises(InvalidOption, match="did you mean remote") as refused:
+        configuration("m", {"remote_url": "valkey://:secret@host"})
+    assert "secret" not in refused.value.message
+
+
 @pytest.mark.parametrize("model", [None, 5, b"m", ["m"]])
 def test_a_model_of_a_wrong_type_is_named(model: Any) -> None:
     with pytest.raises(InvalidOption, match=r"^model is "):

@@ -84,7 +84,8 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
         field = KEYWORDS.get(name)
         if field is None:
             near = difflib.get_close_matches(keyword_of(name.replace("_", "-")), KEYWORDS, n=1)
-            raise InvalidOption(name, value, f"left out: there is no such option{_did_you_mean(near)}")
+            shown = "***" if isinstance(value, str) and "@" in value else value  # it may have a password
+            raise InvalidOption(name, shown, f"left out: there is no such option{_did_you_mean(near)}")
         if field in given:
             raise InvalidOption(name, value, f"left out where {spelled[field]} is given")
         spelled[field] = name

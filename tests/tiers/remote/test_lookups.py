@@ -16,8 +16,9 @@ import pytest
 from rootstock.cache.keys import Identity, Namespace, RecordKind, Scope, identify
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE, window
-from rootstock.tiers.base import Off, Ready, Record
+from rootstock.tiers.base import AlreadyStored, Off, Ready, Record, Stored
 from rootstock.tiers.remote import lookups as module
+from rootstock.tiers.remote import tier as remote_tier
 from rootstock.tiers.remote.connection import Reply
 from rootstock.tiers.remote.lookups import Found, PromptLookups
 from rootstock.tiers.remote.place import Places
@@ -151,12 +152,49 @@ def test_a_namespace_without_records_is_asked_for_once_in_a_while(tier: RemoteTi
     assert len(asking.find(PROMPT, Scope(MODEL))) == 1
 
 
-def test_records_that_were_found_are_not_asked_for_again(tier: RemoteTier, asking: Asking) -> None:
+def test_a_block_is_asked_for_once_in_a_while(tier: RemoteTier, asking: Asking) -> None:
     put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)])
-    asking.find(PROMPT[:81], Scope(MODEL))
-    asking.commands.clear()
     assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
-    assert b"EXISTS" not in asking.commands
+    asking.commands.clear()
+    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    assert asking.commands == [b"TOUCH"], "the index knows what was found"
+    asking.commands.clear()
+    put(tier, [block(PROMPT, 80, 88)])
+    assert len(asking.find(PROMPT[:90], Scope(MODEL))) == 1
+    assert asking.commands.count(b"SMEMBERS") == 2, "the new blocks"
+    other = np.concatenate((PROMPT[:48], PROMPT[:48]))
+    put(tier, [block(other, 48, 56)])
+    assert keys(asking.find(other, Scope(MODEL))) == keys([block(other, 48, 56)])
+    asking.clock.now_s += module.FOUND_S
+    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+
+
+def test_blocks_are_asked_for_again_after_an_outage(
+    tier: RemoteTier, asking: Asking, store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "RETRY_S", 0.01)
+    some = [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)]
+    put(tier, some)
+    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+    store.kill()
+    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    store.start()
+    wait_until(lambda: asking.tier.state == Ready())
+    wait_until(
+        lambda: isinstance(tier.store([Record(some[0], [np.zeros(16, np.uint8)])])[0], Stored | AlreadyStored)
+    )
+    put(tier, some)
+    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+
+
+def test_only_so_many_blocks_are_remembered(
+    tier: RemoteTier, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_FOUND", 4)
+    put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)])
+    for _ in range(2):
+        assert len(asking.find(PROMPT[:81], Scope(MODEL))) >= 6
+    assert len(asking.lookups._found) == 4
 
 
 @pytest.mark.parametrize("lost", [b"at:", b"ns:"])
@@ -204,7 +242,7 @@ def test_a_gap_of_some_hundred_blocks_ends_a_look_up(
     put(tier, [block(PROMPT, start, start + SIZE) for start in (0, 24, 32, 40)])
     assert len(asking.find(PROMPT[:100], Scope(MODEL))) == 4
     put(tier, [block(PROMPT, 400, 408)])
-    assert len(asking.find(PROMPT[:500], Scope(MODEL))) == 4
+    assert asking.find(PROMPT[:500], Scope(MODEL)) == []
 
 
 @pytest.mark.parametrize("name", [b"at:", b"ns:"])

@@ -4,8 +4,8 @@ Which records a shared server has is not kept in memory: there may be many more 
 prompt is looked up before its request is scheduled, in one exchange for some hundred blocks. The records that are
 found become known to the cache's index, and the request is then matched as if they were on a disk.
 
-A namespace without any record is asked for once in some seconds. Blocks that were found before are not asked for
-again.
+A namespace without any record is asked for once in some seconds, and a block with records once in some minutes,
+because the index knows what was found. The next turn of a conversation therefore asks for its new blocks only.
 
 A look-up ends when its time is over, with what it has found. Only a server that is late with one exchange counts as
 unreachable: a long prompt, or many at once, must not turn the tier off for all."""
@@ -40,6 +40,8 @@ LOOKUP_SHARE = WAIT_SHARE + BEGIN_SHARE + 2 * EXCHANGE_SHARE  # a load may take 
 AT_ONCE = 128  # boundaries of one exchange
 ABSENT_S = 2.0  # for which a namespace without records is not asked for again
 MOST_ABSENT = 10_000
+FOUND_S = 300.0  # for which a block with records is not asked for again
+MOST_FOUND = 100_000
 MOST_WAITING = 4096  # prompts; further ones are not looked up
 
 Found = Mapping[RecordKey, Identity]
@@ -68,6 +70,9 @@ class PromptLookups:
         self._block_size = block_size
         self._clock = clock
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # namespaces, and when they were asked for
+        # Blocks with records, by the digest at their end, and when they were asked for.
+        self._found: OrderedDict[bytes, float] = OrderedDict()
+        self._outages = tier.counts.outages  # after one, the index has forgotten what was found
         self._closing = False
         self._queue: queue.SimpleQueue[_PendingLookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rootstock-lookups", daemon=True)
@@ -113,15 +118,33 @@ class PromptLookups:
         # The last token is always computed.
         left = record_starts(asked.tokens[:-1], asked.scope, self._block_size)
         until = began + BEGIN_SHARE * self._tier.timeout_s
-        while here := list(islice(left, AT_ONCE)):
-            more = self._at(here)
-            if not more:
+        while some := list(islice(left, AT_ONCE)):
+            here = [each for each in some if not self._was_found(each, began)]
+            more = self._at(here) if here else {}
+            self._note_found(here, more, began)
+            if not more and len(here) == len(some):
                 break  # deeper blocks are of no use without these, unless hundreds are in memory
             found.update(more)
             if self._closing or self._clock() > until:
                 break
         self._tier.found(found)
         return found
+
+    def _was_found(self, start: RecordStart, now: float) -> bool:
+        if self._outages != self._tier.counts.outages:
+            self._outages = self._tier.counts.outages
+            self._found.clear()
+        return bool(self._found) and now - self._found.get(start.end, now - FOUND_S) < FOUND_S
+
+    def _note_found(self, here: Sequence[RecordStart], found: Found, now: float) -> None:
+        """Remembers whole blocks with records. Where a prompt ends inside a block, a longer one may find more."""
+        parents = {identity.parent for identity in found.values()}
+        for each in here:
+            if each.parent in parents and len(each.tokens) == self._block_size:
+                self._found[each.end] = now
+                self._found.move_to_end(each.end)
+        while len(self._found) > MOST_FOUND:
+            self._found.popitem(last=False)
 
     def _ask(self, commands: Sequence[Sequence[bytes]]) -> list[Reply]:
         return self._tier.run(commands, EXCHANGE_SHARE * self._tier.timeout_s)

@@ -43,6 +43,13 @@ class RecordStart:
     hashed: xxhash.xxh3_128  # of the namespace and the tokens before it
     tokens: Tokens  # from here on, of this namespace: of the block at most
 
+    @property
+    def end(self) -> bytes:
+        """The digest of all tokens up to the end of these."""
+        h = self.hashed.copy()
+        h.update(np.ascontiguousarray(self.tokens, "<i4").data.cast("B"))
+        return h.digest()
+
     def identity(self, place: Place) -> Identity:
         """Returns the identity of the prompt's own record at a place."""
         h = self.hashed.copy()
