@@ -1,4 +1,4 @@
-"""A listener to the changes of `ResumableBlocks`, as a router is one: it knows nothing but what it is told."""
+"""A listener to the changes of `ResumableBlocks`, as a router is one: it knows the events only."""
 
 from __future__ import annotations
 

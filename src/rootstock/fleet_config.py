@@ -16,7 +16,7 @@ _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "[::1]", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where and how KV events are published, from an address such as tcp://*:5557?replay=5558&topic=kv.
+    """Publication of KV events, from an address such as tcp://*:5557?replay=5558&topic=kv.
 
     The query may have `replay`, an address or a port of the same interface; `topic`; and `format`, map or array.
     """
@@ -28,7 +28,7 @@ class KVEventsConfig:
 
     @property
     def binds(self) -> bool:
-        """Whether the publisher waits at the address, which is its own, or else connects to a listener there."""
+        """True if the address is the publisher's own; else it connects to a listener there."""
         host = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         return not self.endpoint.startswith("tcp://") or host in _OWN_HOSTS or host.startswith("127.")
 

@@ -34,7 +34,7 @@ Rng = np.random.Generator
 
 
 class FaultyProxy:
-    """A Unix socket in front of the server's. `fault` is what happens to connections from now on."""
+    """A Unix socket in front of the server's. `fault` happens to connections from now on."""
 
     def __init__(self, folder: Path, target: str) -> None:
         self.path = str(folder / "proxy.sock")
@@ -172,7 +172,7 @@ def _evicted(scene: Scene) -> None:
 
 
 def _forged(scene: Scene) -> None:
-    """Plants records with right checksums and other payloads, as somebody can who has no secret."""
+    """Plants records with right checksums and other payloads, as a writer without the secret can."""
     client = scene.client()
     for name in scene.names(b"r:"):
         (value,) = client.run([[b"GET", name]])
@@ -329,7 +329,7 @@ def _judge(victim: Bench, prompt: list[int], case: Case, kind: str) -> None:
     elif client.tokens != cold.answer(prompt, 4).tokens:
         case.wrong += 1
     if kind in ("other weights", "other secret") and victim.cache.counters.loaded_tokens:
-        case.wrong += 1  # it has used what is not its own
+        case.wrong += 1  # it has used records of others
 
 
 def reset(store: SharedStore) -> None:

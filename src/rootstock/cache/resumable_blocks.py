@@ -109,7 +109,7 @@ class ResumableBlocks:
                     stored_at.add(key)
                     yield from self._stored_at(checkpoint)
 
-    # ----------------------------------------------------------------------- what the tree reports
+    # ----------------------------------------------------------------------- reports of the tree
 
     def grown(self, node: Node) -> None:
         """Notes a new leaf, or a leaf whose edge is longer."""

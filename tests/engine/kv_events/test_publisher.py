@@ -250,7 +250,7 @@ def test_addresses_that_are_none(text: str) -> None:
 def test_nothing_waits_for_a_publisher_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Changes that nobody will send would fill the memory."""
+    """Changes that are never sent would fill the memory."""
     of = bench(tmp_path)
     assert of.engine.parts.kv_events is not None
     failing = of.engine.parts.kv_events._publisher

@@ -1,4 +1,4 @@
-"""Engines that share a Valkey server: what one has computed, another one loads."""
+"""Engines that share a Valkey server: each loads the prefixes that others have computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection to a shared server, against a server that says whatever a test wants."""
+"""The connection to a shared server, against a server that a test scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PONG = b"+PONG\r\n"
 
 @contextmanager
 def server(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[RemoteConfig]:
-    """Answers the greeting of one connection, then lets `answer` send what it wants."""
+    """Answers the greeting of one connection, then lets `answer` send its bytes."""
     path = str(folder / "socket")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

@@ -310,7 +310,7 @@ def test_a_look_up_that_takes_long_ends_with_what_it_has(
 def test_a_long_prompt_does_not_turn_the_tier_off(
     tier: RemoteTier, store: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its look-up ends with what was found in its time."""
+    """A look-up ends with the records that were found in its time."""
     monkeypatch.setattr(module, "AT_ONCE", 1)
     put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 696, SIZE)])
     other = RemoteTier(replace(store.config, timeout_s=4.0))

@@ -305,7 +305,7 @@ def test_connections_that_were_idle_for_long_are_not_used_again(
 def test_a_connection_is_not_used_again_after_an_exception(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has not read would be the next command's reply."""
+    """Unread bytes would be the next command's reply."""
     tier = opened()
     first, second = records(2)
     tier.store([first, second])

@@ -83,7 +83,7 @@ class EventPublisher:
         self._put((changes, False))
 
     def close(self) -> None:
-        """Publishes what was put before, and closes the sockets."""
+        """Publishes all earlier changes, and closes the sockets."""
         self._put(None)
         self._thread.join()
 
@@ -102,7 +102,7 @@ class EventPublisher:
 
     def _put(self, item: tuple[Sequence[BlockChange], bool] | None) -> None:
         with self._waking:
-            if not self._wake_socket.closed:  # or else nobody would ever take the item
+            if not self._wake_socket.closed:  # or else the item would stay in the queue
                 self._changes.put(item)
                 self._wake_socket.send(b"")
 

@@ -27,7 +27,7 @@ _MOST_DEPTH = 4
 
 
 class StoreUnreachable(Exception):
-    """The server cannot be reached, is late, or sends what is no reply."""
+    """The server cannot be reached, is late, or does not keep to the protocol."""
 
 
 class StoreRefused(Exception):
@@ -189,7 +189,7 @@ class StoreConnection:
                 if sent:
                     views[first] = views[first][sent:]
         except TimeoutError:
-            raise self._broken("it does not take what is sent in time") from None
+            raise self._broken("it does not take the data in time") from None
         except OSError as error:
             raise self._broken(str(error)) from error
 
@@ -239,7 +239,7 @@ class StoreConnection:
             return bytes(value)
         if kind == b"*" and 0 <= size <= _MOST_ELEMENTS and depth < _MOST_DEPTH:
             return [self._reply(depth + 1) for _ in range(size)]
-        raise self._broken("it sends what is no reply")
+        raise self._broken("it does not keep to the protocol")
 
 
 def _connected(config: RemoteConfig) -> socket.socket:

@@ -5,10 +5,11 @@ prompt is looked up before its request is scheduled, in one exchange for some hu
 found become known to the cache's index, and the request is then matched as if they were on a disk.
 
 A namespace without any record is asked for once in some seconds, and a block with records once in some minutes,
-because the index knows what was found. The next turn of a conversation therefore asks for its new blocks only.
+because the index knows the records that were found. The next turn of a conversation therefore asks for its new
+blocks only.
 
-A look-up ends when its time is over, with what it has found. Only a server that is late with one exchange counts as
-unreachable: a long prompt, or many at once, must not turn the tier off for all."""
+A look-up ends when its time is over, with the records that it has found. Only a server that is late with one
+exchange counts as unreachable: a long prompt, or many at once, must not turn the tier off for all."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class PromptLookups:
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # namespaces, and when they were asked for
         # Blocks with records, by the digest at their end, and when they were asked for.
         self._found: OrderedDict[bytes, float] = OrderedDict()
-        self._outages = tier.counts.outages  # after one, the index has forgotten what was found
+        self._outages = tier.counts.outages  # after one, the index has forgotten these records
         self._closing = False
         self._queue: queue.SimpleQueue[_PendingLookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rootstock-lookups", daemon=True)

@@ -1,4 +1,4 @@
-"""Places of records: what a shared server says about the records that begin after a prefix.
+"""Places of records: the knowledge of a shared server about the records that begin after a prefix.
 
 A place names a kind of record and its number of tokens, and no token. A server that looks a prompt up makes the
 identity of each record from the prompt itself, so that it asks for memory of exactly these tokens. The places after

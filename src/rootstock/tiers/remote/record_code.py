@@ -1,4 +1,4 @@
-"""Codes of records: proofs that a record was written by somebody who has the secret of the servers."""
+"""Codes of records: proofs that a record was written by a server that has the secret."""
 
 from __future__ import annotations
 

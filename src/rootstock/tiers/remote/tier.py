@@ -320,7 +320,7 @@ class RemoteTier:
     def _read_head(
         self, connection: StoreConnection, size: int
     ) -> tuple[Head | Miss, memoryview, memoryview]:
-        """Returns the head, its bytes, and a buffer for the code. Nothing is allocated by what the server claims."""
+        """Returns the head, its bytes, and a buffer for the code. Sizes are bounded before anything is allocated."""
         code = memoryview(bytearray(CODE_BYTES if self._codes is not None else 0))
         prefix = memoryview(bytearray(PREFIX_BYTES))
         if size < PREFIX_BYTES + code.nbytes:
