@@ -310,8 +310,8 @@ class EngineConfig:
         "kv-events",
         FLEET,
         "Publish KV events in vLLM's format at a ZeroMQ address, such as tcp://*:5557?replay=5558, for routers that "
-        "send a prompt to the replica that has its beginning. Events hold prompts as token ids, and are not encrypted. Needs "
-        "rootstock[events]. In the query: replay (port), topic, format (map or array).",
+        "send a prompt to the replica that has its beginning. Events hold prompts as token ids, and are not "
+        "encrypted. Needs rootstock[events]. In the query: replay (port), topic, format (map or array).",
         KV_EVENTS,
         metavar="ADDRESS",
         unset="no events",
