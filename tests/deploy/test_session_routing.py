@@ -123,7 +123,8 @@ def running(program: str, folder: Path) -> Iterator[Balancer]:
         stack.callback(process.wait)
         stack.callback(process.terminate)
         balancer = Balancer(f"http://127.0.0.1:{port}", replicas)
-        wait_until(lambda: _answers(balancer.url))
+        wait_until(lambda: process.poll() is not None or _answers(balancer.url))
+        assert process.poll() is None, f"{program} refuses its configuration"
         yield balancer
 
 
@@ -175,6 +176,12 @@ BODIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "messages": lambda number: {
         "system": "the same",
         "messages": [{"role": "user", "content": [{"type": "text", "text": f"question {number}"}]}],
+    },
+    "chat in parts": lambda number: {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "the same"}]},
+            {"role": "user", "content": [{"type": "text", "text": f"question {number}"}]},
+        ]
     },
     "completions": lambda number: {"prompt": f"prompt {number}"},
     "responses": lambda number: {"instructions": "the same", "input": f"question {number}"},
