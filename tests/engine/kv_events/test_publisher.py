@@ -37,6 +37,7 @@ class Router:
         self.groups: dict[int, set[int]] = {}
         self.next = 0
         self.batches = self.dumps = 0
+        self.subscribed = False
 
     def hear(self) -> None:
         """Waits for one batch."""
@@ -45,7 +46,10 @@ class Router:
         self.take(int.from_bytes(number, "big"), batch)
 
     def catch_up(self, first: int) -> None:
-        """Asks for all batches from a number on."""
+        """Asks for all batches from a number on, when no live one can be missed any more."""
+        if not self.subscribed:
+            self.live.recv_multipart()  # a sign of life at the latest
+            self.subscribed = True
         self.asking.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
             _, number, batch = self.asking.recv_multipart()
