@@ -11,7 +11,7 @@ from rootstock.cache.keys import prefix_digest
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.radix_node import Checkpoint, Node, namespace_of, walk
 from rootstock.cache.resumable_blocks import PREFIXES, ResumableBlocks, prefix_keys
 from rootstock.cache.retention.grants import Level
 from rootstock.cache.write_back import path_tokens
@@ -104,7 +104,7 @@ class _Count:
                 self._used[-1][lease.resumed_from.slot] += 1
         if lease.node is not None:
             assert lease.node.end == lease.num_cached_tokens
-            own = next(step.namespace for step in lease.node.path() if isinstance(step, Root))
+            own = namespace_of(lease.node)
             assert own == lease.scope.of(lease.num_cached_tokens) or not lease.num_cached_tokens
             needed = {int(b) for node in lease.node.path() for b in node.blocks}
             assert needed <= set(owned), "a lease does not own a block of a node that it references"
@@ -118,7 +118,7 @@ class _Count:
 
     def _check_checkpoint(self, checkpoint: Checkpoint, node: Node) -> None:
         size = self._pools.block_size
-        namespace = next(step.namespace for step in node.path() if isinstance(step, Root))
+        namespace = namespace_of(node)
         tokens = np.concatenate([step.tokens for step in reversed(list(node.path()))])
         assert checkpoint.digest == prefix_digest(namespace, tokens[: checkpoint.position])
         for window, held in zip(self._pools.windows, checkpoint.windows, strict=True):

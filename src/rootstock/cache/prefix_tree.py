@@ -36,6 +36,7 @@ from rootstock.cache.radix_node import (
     Root,
     below,
     kept_part,
+    namespace_of,
     split,
     walk,
 )
@@ -219,7 +220,7 @@ class PrefixTree:
         self._count_unasked(node, node.start - node.end)
 
     def _count_unasked(self, node: Node, tokens: int) -> None:
-        namespace = _namespace_of(node)
+        namespace = namespace_of(node)
         self.unasked_tokens[namespace] += tokens
         if not self.unasked_tokens[namespace]:
             del self.unasked_tokens[namespace]
@@ -1038,7 +1039,7 @@ class PrefixTree:
         for node in self.nodes():
             self._check_node(node)
             if node.unasked:
-                unasked[_namespace_of(node)] += node.end - node.start
+                unasked[namespace_of(node)] += node.end - node.start
         assert unasked == self.unasked_tokens
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
         private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
@@ -1077,10 +1078,6 @@ class PrefixTree:
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
-
-
-def _namespace_of(node: Node) -> Namespace:
-    return next(step for step in node.path() if isinstance(step, Root)).namespace
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

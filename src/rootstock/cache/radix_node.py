@@ -358,6 +358,11 @@ class HitProtection:
         self.nodes.append(node)
 
 
+def namespace_of(node: Node) -> Namespace:
+    """Returns the namespace of a node: the nearest root's above it."""
+    return next(step for step in node.path() if isinstance(step, Root)).namespace
+
+
 def kept_part(tokens: Tokens) -> Tokens:
     """Returns a part of a node's tokens to keep: the view itself if its array is at most twice as long, else a
     copy.

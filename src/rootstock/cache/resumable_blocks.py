@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rootstock.cache.families import Family, FullAttention
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.pools import Pools
-from rootstock.cache.radix_node import Checkpoint, Node, Root
+from rootstock.cache.radix_node import Checkpoint, Node, Root, namespace_of
 from rootstock.cache.types import Tokens
 
 BlockKeys = NDArray[np.uint64]
@@ -117,7 +117,7 @@ class ResumableBlocks:
         if of is None:
             of = self._of[node] = _NodeBlocks()
         begin, end = node.start // self._size + len(of.keys), node.end // self._size
-        if begin < end and not _namespace_of(node).is_private:  # no other request finds private blocks
+        if begin < end and not namespace_of(node).is_private:  # no other request finds private blocks
             of.keys = np.concatenate((of.keys, self._new_keys(node, of, begin, end)))
         if self._anywhere:
             self._settle(node)
@@ -209,10 +209,10 @@ class ResumableBlocks:
         begin = node.start // self._size
         parent = int(of.keys[first - 1]) if first else self._key_above(node)
         tokens = self._tokens(node, (begin + first) * self._size, (begin + end) * self._size)
-        return BlocksStored(PREFIXES, of.keys[first:end], parent, _namespace_of(node), tokens)
+        return BlocksStored(PREFIXES, of.keys[first:end], parent, namespace_of(node), tokens)
 
     def _note_last_block(self, checkpoint: Checkpoint, node: Node) -> None:
-        if not self._checkpoint_groups or _namespace_of(node).is_private:
+        if not self._checkpoint_groups or namespace_of(node).is_private:
             return
         count = checkpoint.position // self._size - node.start // self._size
         key = int(self._of[node].keys[count - 1]) if count else self._key_above(node)
@@ -235,7 +235,7 @@ class ResumableBlocks:
         parent = int(of.keys[number - 1]) if number else self._key_above(node)
         key, tokens = of.keys[number : number + 1], self._tokens(node, end - self._size, end)
         return [
-            BlocksStored(group, key, parent, _namespace_of(node), tokens) for group in self._checkpoint_groups
+            BlocksStored(group, key, parent, namespace_of(node), tokens) for group in self._checkpoint_groups
         ]
 
     def _key_above(self, node: Node) -> int | None:
@@ -254,7 +254,7 @@ class ResumableBlocks:
         """Computes the keys of the node's blocks `begin` … end - 1."""
         above = int(of.keys[-1]) if len(of.keys) else self._key_above(node)
         tokens = self._tokens(node, begin * self._size, end * self._size)
-        return _chain(above, _namespace_of(node), tokens, self._size)
+        return _chain(above, namespace_of(node), tokens, self._size)
 
     def _tokens(self, node: Node, begin: int, end: int) -> Tokens:
         """Returns the tokens of positions `begin` … end - 1 on the path to the node."""
@@ -295,7 +295,3 @@ def _chain(above: int | None, namespace: Namespace, tokens: Tokens, block_size: 
         keys[number] = of_block
         key = of_block.to_bytes(8, "little")
     return keys
-
-
-def _namespace_of(node: Node) -> Namespace:
-    return next(step for step in node.path() if isinstance(step, Root)).namespace

@@ -46,15 +46,17 @@ class RecordStart:
     @property
     def end(self) -> bytes:
         """The digest of all tokens up to the end of these."""
+        return self._digest(self.tokens)
+
+    def _digest(self, tokens: Tokens) -> bytes:
+        """Returns the digest of the tokens before it and of these."""
         h = self.hashed.copy()
-        h.update(np.ascontiguousarray(self.tokens, "<i4").data.cast("B"))
+        h.update(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
         return h.digest()
 
     def identity(self, place: Place) -> Identity:
         """Returns the identity of the prompt's own record at a place."""
-        h = self.hashed.copy()
         own = np.array(self.tokens[: place.tokens], np.int32)
-        h.update(own.astype("<i4", copy=False).data.cast("B"))
         return Identity(
             self.namespace,
             place.family,
@@ -64,7 +66,7 @@ class RecordStart:
             self.start,
             own,
             self.parent,
-            h.digest(),
+            self._digest(own),
         )
 
 
