@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from rootstock.config import ServerConfig
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
-from rootstock.pipeline.model import ServedModel
+from rootstock.pipeline.model import PromptModel
 from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.answers.prompt_bodies import PreparedPrompt, PromptReader, WireApi
@@ -55,8 +55,8 @@ def responses_api(
         sealer = Sealer(store.sealing_key, sender.tenant)
         return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
 
-    def prepared(model: ServedModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
-        return PreparedPrompt.of_chat(of(sender).chat(model, body))
+    def prepared(model: PromptModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
+        return PreparedPrompt.of_chat(of(sender).rendered_chat(model, body))
 
     reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
     return WireApi(_response_routes(of, answerer, models), {"responses": reader}, {"/v1/responses": "chat"})
@@ -97,7 +97,7 @@ def _response_routes(
     async def count(body: ResponseRequest, request: Request, sender: SentBy) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
-            chat = await models.run(body.model, request, lambda model: of(sender).chat(model, body))
+            chat = await models.run(body.model, request, lambda model: of(sender).rendered_chat(model, body))
         except RequestError as error:
             _rename(error, body)
             raise
