@@ -1,7 +1,7 @@
 """Which replicas have which blocks: a hash table from a block's key to a bit mask of replicas.
 
 A dict of a million keys takes 140 bytes a key, and holds the interpreter's lock while a replica's keys are dropped.
-Two arrays with open addressing take 16 bytes a place. Single keys are read and written through memoryviews, about
+Two arrays with open addressing take 16 bytes a place. Single keys are read and written through memory views, about
 as fast as in a dict; whole columns by NumPy, which releases the lock.
 
 One thread changes the table, any other reads it, without a lock: a reader that meets a change sees the state before
@@ -37,8 +37,8 @@ class _Table:
         self.bits = bits
         self.keys: Keys = np.zeros(2**bits, np.uint64)
         self.masks = np.zeros(2**bits, np.uint64)
-        self.key_at = memoryview(self.keys)
-        self.mask_at = memoryview(self.masks)
+        self.key_at = self.keys.data
+        self.mask_at = self.masks.data
         self.shift = 64 - bits  # from a scrambled key to its first place
         self.last = 2**bits - 1
         self.used = 0  # places that are not empty
