@@ -95,7 +95,7 @@ class CacheConfig:
         vllm="enable-prefix-caching",
         vllm_off="no-enable-prefix-caching",
     )
-    # Part of a budget of several models, on a device that takes memory at once. On others they share all of it.
+    # Part of an automatic budget: of several models, on a device that takes memory at once, or of replicas.
     device_share: float = 1.0
     retained_share: float = option(
         0.9,

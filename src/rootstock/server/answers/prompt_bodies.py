@@ -162,8 +162,12 @@ class ApiPrompt:
 class Prompts:
     """The table of the APIs whose bodies make prompts. A body without an API is one of the first in the table."""
 
-    def __init__(self, apis: Sequence[WireApi]) -> None:
-        self.readers = {name: reader for api in apis for name, reader in api.prompts.items()}
+    def __init__(self, readers: Mapping[str, PromptReader[Any]]) -> None:
+        self.readers = readers
+
+    @classmethod
+    def of(cls, apis: Sequence[WireApi]) -> Prompts:
+        return cls({name: reader for api in apis for name, reader in api.prompts.items()})
 
     def read(self, api: str | None, body: Any, at: Sequence[str | int] = (), whole: Any = None) -> ApiPrompt:
         """Checks a body. `at` is its place in `whole`, for the names of wrong fields.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 from fastapi import APIRouter, Query, Request
@@ -51,15 +51,28 @@ _POSTED = documented_errors(*MODEL_ROUTE)
 def responses_api(
     models: ModelRegistry, answerer: Answerer, config: ServerConfig, store: ResponseStore
 ) -> WireApi:
-    def of(sender: Sender) -> Responses:
-        sealer = Sealer(store.sealing_key, sender.tenant)
-        return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
+    of = _responses_of(config, store)
+    routes = _response_routes(of, answerer, models)
+    return WireApi(routes, responses_prompts(config, store), {"/v1/responses": "chat"})
+
+
+def responses_prompts(
+    config: ServerConfig, store: ResponseStore
+) -> Mapping[str, PromptReader[ResponseRequest]]:
+    of = _responses_of(config, store)
 
     def prepared(model: PromptModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
         return PreparedPrompt.of_chat(of(sender).rendered_chat(model, body))
 
-    reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
-    return WireApi(_response_routes(of, answerer, models), {"responses": reader}, {"/v1/responses": "chat"})
+    return {"responses": PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)}
+
+
+def _responses_of(config: ServerConfig, store: ResponseStore) -> Callable[[Sender], Responses]:
+    def of(sender: Sender) -> Responses:
+        sealer = Sealer(store.sealing_key, sender.tenant)
+        return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
+
+    return of
 
 
 def _response_routes(
