@@ -759,6 +759,9 @@ class ServerConfig:
         TIME,
         advanced=True,
     )
+    sealing_key: bytes | None = field(
+        default=None, repr=False
+    )  # of items that clients keep; None: the store's own
     drain_timeout_s: float = option(
         30.0,
         "drain-timeout",

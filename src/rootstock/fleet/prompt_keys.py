@@ -33,7 +33,7 @@ from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.text.prompts.tenant_salt import is_chosen_by_client
-from rootstock.text.tokenizer import HFTokenizer
+from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -89,15 +89,9 @@ UNKNOWN = RoutedPrompt(np.empty(0, np.int32))  # of a body that makes no prompt
 class PromptRouter:
     """The prompts of one model's requests. Any thread may call `prompt`."""
 
-    def __init__(self, config: Configuration) -> None:
-        """Loads the tokenizer, without torch if this process has not imported it. Raises StartupError."""
+    def __init__(self, config: Configuration, tokenizer: ModelTokenizer) -> None:
+        """Raises InvalidOption."""
         model, server = config.model, config.server
-        import_transformers_alone()
-        tokenizer = HFTokenizer.load(
-            str(Path(model.model).expanduser()) if Path(model.model).expanduser().is_dir() else model.model,
-            server.chat_template,
-            trust_remote_code=model.trust_remote_code,
-        )
         rules = ChatRules(
             server.parse_special_tokens,
             server.tool_parser,
@@ -123,6 +117,19 @@ class PromptRouter:
                 parse=server.parse_special_tokens,
                 drop_volatile=server.drop_volatile,
             )
+
+    @classmethod
+    def load(cls, config: Configuration) -> PromptRouter:
+        """Loads the tokenizer, without torch if this process has not imported it. Raises StartupError."""
+        model, server = config.model, config.server
+        import_transformers_alone()
+        directory = Path(model.model).expanduser()
+        tokenizer = HFTokenizer.load(
+            str(directory) if directory.is_dir() else model.model,
+            server.chat_template,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return cls(config, tokenizer)
 
     def prompt(self, body: bytes, authorization: str) -> RoutedPrompt:
         """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica says

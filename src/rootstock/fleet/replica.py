@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import time
@@ -25,6 +26,7 @@ from rootstock.runtime.select import device_memory, leave_out_torch
 from rootstock.server.access.guard import Keys
 from rootstock.server.app import create_app
 from rootstock.server.http.drain import Drain
+from rootstock.tiers.remote.record_code import RecordCodes
 
 Load = Callable[[Configuration], Assembly]
 
@@ -140,6 +142,18 @@ def _free_addresses(address: str) -> KVEventsConfig:
         if len(free) == 2:
             return KVEventsConfig(f"tcp://{host}:{free[0]}", f"tcp://{host}:{free[1]}", "", as_arrays=False)
     raise StartupError(f"No two ports from {_FIRST_PORT} to {_LAST_PORT} are free for KV events.")
+
+
+def sealed(config: Configuration) -> Configuration:
+    """Returns the configuration with a key by which each replica opens what another one has sealed.
+
+    It is made of the secret of --remote-key-file, or else lasts as long as this fleet.
+    """
+    path = config.tier.remote_key_file
+    key = secrets.token_bytes(32)
+    if path is not None:
+        key = RecordCodes.of_file(path).derived(b"sealing-key")
+    return replace(config, server=replace(config.server, sealing_key=key))
 
 
 class SpeedMeter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from rootstock.config import Configuration
 from rootstock.errors import StartupError
-from rootstock.fleet.replica import Load, load_model
+from rootstock.fleet.replica import Load, load_model, sealed
 from rootstock.fleet_config import FleetConfig
 
 if TYPE_CHECKING:
     from rootstock.fleet.serve_app import FleetPlan
 
 # Settings of Ray Serve: its processes read them when they start. On a cluster they belong to the start of Ray on each
-# node (deploy/ray-cluster.yaml, deploy/kuberay.yaml).
+# node (deploy/ray-cluster.yml, deploy/kuberay.yml).
 SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # The router reads prompts.
@@ -53,7 +52,7 @@ class RunningFleet:
     """A fleet that answers requests. `close` ends it, unless its cluster was running before."""
 
     def __init__(self, config: Configuration, plan: FleetPlan, load: Load, folder: Path | None) -> None:
-        self._config, self._plan, self._load = _with_whole_paths(config), plan, load
+        self._config, self._plan, self._load = config, plan, load
         self._folder = folder  # of files; None: the cluster is not ours
         host, port = config.server.host, config.server.port
         reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -112,13 +111,16 @@ def start(config: Configuration, fleet: FleetConfig, load: Load = load_model) ->
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _join(ray, fleet.ray_address, folder)
-    plan = _plan(ray, config, fleet)
+    from rootstock.fleet.serve_app import plan_of
+
+    plan = plan_of(config, fleet)
     serve.start(
         proxy_location="HeadOnly" if folder is not None else "EveryNode",
         http_options={"host": config.server.host, "port": config.server.port},
         logging_config=_LOGGING,
     )
-    running = RunningFleet(config, plan, load, folder)
+    whole = sealed(_with_whole_paths(config))
+    running = RunningFleet(whole, plan, load, folder)
     try:
         running.deploy()
     except BaseException:
@@ -158,25 +160,3 @@ def _join(ray: Any, address: str | None, folder: Path | None) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise StartupError(f"Ray did not start: {' '.join(str(error).split())}") from error
-
-
-def _plan(ray: Any, config: Configuration, fleet: FleetConfig) -> FleetPlan:
-    """Divides the machines of the cluster among the replicas."""
-    from rootstock.fleet.serve_app import FleetPlan
-
-    is_local = fleet.ray_address is None
-    per_machine = fleet.per_machine or (fleet.most if is_local else 1)
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus = max((machine.get("CPU", 0.0) for machine in machines), default=1.0)
-    gpus = max((machine.get("GPU", 0.0) for machine in machines), default=0.0)
-    if config.model.device == "cpu":
-        gpus = 0.0
-    return FleetPlan(
-        fleet.least,
-        fleet.most,
-        fleet.routers,
-        per_machine,
-        cpus=math.floor(100 * cpus / per_machine) / 100,
-        gpus=min(1.0, math.floor(100 * gpus / per_machine) / 100),
-        is_local=is_local,
-    )

@@ -8,6 +8,7 @@ passes through Python twice. All that depends on the internals of Ray is in this
 # Without annotations of the future: Ray makes the routes' class anew, where their names mean nothing.
 import asyncio
 import dataclasses
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from rootstock.fleet.event_listener import EventListener
 from rootstock.fleet.policy import Candidate, ReplicaReport, RoutingPolicy
 from rootstock.fleet.prefix_index import NoFreeSlot, PrefixIndex
 from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts
-from rootstock.fleet.replica import Load, Place, Replica, SpeedMeter, TurnoverMeter
+from rootstock.fleet.replica import Load, Place, Replica, SpeedMeter, TurnoverMeter, load_model, sealed
+from rootstock.fleet_config import FleetConfig
+from rootstock.option_table import configuration_of, values_of
 
 APPLICATION, ENGINE, ROUTER = "rootstock", "Engine", "Router"
 _TURNOVERS = "turnovers_per_s"
@@ -187,7 +190,7 @@ class RouterReplica:
     def __init__(self, engine: DeploymentHandle, config: Configuration) -> None:
         self._engine = engine
         self._engine._init()  # begins to hear of replicas before the first request
-        self._prompts = PromptRouter(config)
+        self._prompts = PromptRouter.load(config)
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "rootstock-router")
 
     @_router_api.post("/internal/route")
@@ -266,3 +269,38 @@ def application(config: Configuration, plan: FleetPlan, load: Load) -> serve.App
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
     ).bind(replicas, config)
     return replicas._with_ingress_request_router(routers)
+
+
+def plan_of(config: Configuration, fleet: FleetConfig) -> FleetPlan:
+    """Divides the machines of the cluster among the replicas."""
+    is_local = fleet.ray_address is None
+    per_machine = fleet.per_machine or (fleet.most if is_local else 1)
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = max((machine.get("CPU", 0.0) for machine in machines), default=1.0)
+    gpus = max((machine.get("GPU", 0.0) for machine in machines), default=0.0)
+    if config.model.device == "cpu":
+        gpus = 0.0
+    return FleetPlan(
+        fleet.least,
+        fleet.most,
+        fleet.routers,
+        per_machine,
+        cpus=math.floor(100 * cpus / per_machine) / 100,
+        gpus=min(1.0, math.floor(100 * gpus / per_machine) / 100),
+        is_local=is_local,
+    )
+
+
+def fleet(args: dict[str, Any]) -> serve.Application:
+    """Returns the application for Ray Serve's own configuration files, such as a RayService of Kubernetes.
+
+    `args` has options by their names: {"model": DIRECTORY, "replicas": "2-8", "max-batch": 32}.
+    Raises InvalidOption.
+    """
+    given = {name.replace("_", "-"): str(value) for name, value in args.items()}
+    model = given.pop("model", "")
+    least, most = FleetConfig.parse_replicas(given.pop("replicas", "2"))
+    per_machine, routers = int(given.pop("replicas-per-machine", "1")), int(given.pop("routers", "1"))
+    config = configuration_of(model, values_of(given))
+    size = FleetConfig(least, most, routers, per_machine, ray_address="auto")
+    return application(sealed(config), plan_of(config, size), load_model)

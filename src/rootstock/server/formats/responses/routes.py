@@ -69,7 +69,7 @@ def responses_prompts(
 
 def _responses_of(config: ServerConfig, store: ResponseStore) -> Callable[[Sender], Responses]:
     def of(sender: Sender) -> Responses:
-        sealer = Sealer(store.sealing_key, sender.tenant)
+        sealer = Sealer(config.sealing_key or store.sealing_key, sender.tenant)
         return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
 
     return of
