@@ -56,7 +56,7 @@ def load_model(config: Configuration) -> Assembly:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaPlace:
     """The place of a replica on its machine."""
 
     address: str  # of the machine, for routers on others
@@ -91,7 +91,7 @@ class Place:
 class Replica:
     """A running replica. `close` belongs to the thread that made it."""
 
-    def __init__(self, config: Configuration, place: Place, load: Load = load_model) -> None:
+    def __init__(self, config: Configuration, place: ReplicaPlace, load: Load = load_model) -> None:
         """Loads the model and starts its engine. Raises StartupError."""
         share_heaps()
         sys.setswitchinterval(SWITCH_S)
@@ -179,13 +179,14 @@ class SpeedMeter:
 class TurnoverMeter:
     """Measurement of how often a cache evicts as many tokens as it holds."""
 
-    def __init__(self) -> None:
-        self._at_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at_s = clock()
         self._evicted = 0
 
     def per_s(self, cache: CacheStats) -> float:
         """Returns the turnovers per second since the last call."""
-        now_s, evicted = time.monotonic(), cache.evicted_tokens
+        now_s, evicted = self._clock(), cache.evicted_tokens
         turnovers = (evicted - self._evicted) / max(1, cache.total_blocks * cache.block_size)
         passed_s = max(1e-3, now_s - self._at_s)
         self._at_s, self._evicted = now_s, evicted

@@ -30,7 +30,7 @@ from rootstock.fleet.event_listener import EventListener
 from rootstock.fleet.policy import Candidate, ReplicaReport, RoutingPolicy
 from rootstock.fleet.prefix_index import NoFreeSlot, PrefixIndex
 from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts
-from rootstock.fleet.replica import Load, Place, Replica, SpeedMeter, TurnoverMeter, load_model, sealed
+from rootstock.fleet.replica import Load, Replica, ReplicaPlace, SpeedMeter, TurnoverMeter, load_model, sealed
 from rootstock.fleet_config import FleetConfig
 from rootstock.option_table import configuration_of, values_of
 
@@ -66,7 +66,7 @@ class EngineReplica:
     def __init__(self, config: Configuration, plan: FleetPlan, load: Load) -> None:
         rank = serve.get_replica_context().rank
         address = "127.0.0.1" if plan.is_local else ray.util.get_node_ip_address()
-        place = Place(address, 0 if rank is None else rank.local_rank, plan.per_machine)
+        place = ReplicaPlace(address, 0 if rank is None else rank.local_rank, plan.per_machine)
         self._replica = Replica(config, place, load)
         self._meter, self._turnovers = SpeedMeter(), TurnoverMeter()
 
