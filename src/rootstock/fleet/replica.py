@@ -81,7 +81,8 @@ class ReplicaPlace:
                 engine = replace(engine, memory_limit_bytes=limit // self.most)
         if tier.disk_dir is not None:
             tier = replace(tier, disk_dir=tier.disk_dir / f"replica-{self.number}")
-        server = config.server
+        # A browser's session belongs to one server, and its requests may reach any replica.
+        server = replace(config.server, dashboard=False)
         if server.responses_file is not None:
             file = server.responses_file
             server = replace(server, responses_file=file.with_name(f"{file.stem}-{self.number}{file.suffix}"))
