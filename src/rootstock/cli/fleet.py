@@ -32,7 +32,7 @@ def fleet(
             metavar="N",
             rich_help_panel=FLEET,
             help="Number of replicas, or a range such as 2-8: more run while requests wait, or while caches evict "
-            "what was used minutes ago.",
+            "prefixes that were used minutes ago.",
         ),
     ] = "2",
     replicas_per_machine: Annotated[

@@ -132,8 +132,8 @@ class PromptRouter:
         return cls(config, tokenizer)
 
     def prompt(self, body: bytes, authorization: str) -> RoutedPrompt:
-        """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica says
-        what is wrong with it."""
+        """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica
+        answers with the error."""
         try:
             sent = json.loads(body)
             if not isinstance(sent, dict):

@@ -64,9 +64,9 @@ class ReplicaPlace:
     most: int  # replicas on the machine
 
     def configured(self, config: Configuration) -> Configuration:
-        """Returns the configuration of a replica, with its part of what the machine has.
+        """Returns the configuration of a replica, with its part of the machine.
 
-        Budgets that were given are of each replica. What is left to the server, such as half of the free memory, is
+        Budgets that were given are of each replica. An automatic budget, such as half of the free memory, is
         divided among the replicas that the machine may have.
         """
         model, cache, engine, tier = config.model, config.cache, config.engine, config.tier
@@ -116,7 +116,7 @@ class Replica:
         return ReplicaFacts.of(engine.namespace(), self.made.block_size, adapters)
 
     def close(self) -> None:
-        """Ends requests, writes what the tiers below do not have yet, and stops the engine."""
+        """Ends requests, writes the records that the tiers below do not have yet, and stops the engine."""
         self.made.engine.stop()
         self.web.state.responses.close()
         if self._tracing is not None:
@@ -146,7 +146,7 @@ def _free_addresses(address: str) -> KVEventsConfig:
 
 
 def sealed(config: Configuration) -> Configuration:
-    """Returns the configuration with a key by which each replica opens what another one has sealed.
+    """Returns the configuration with a key by which each replica opens the seals of the others.
 
     It is made of the secret of --remote-key-file, or else lasts as long as this fleet.
     """

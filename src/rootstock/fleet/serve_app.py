@@ -44,7 +44,7 @@ _ROUTING_REQUESTS = 10_000  # at once, at one router
 _TOKENIZING_THREADS = 4
 _REQUESTS_BESIDE = 64  # such as requests for metrics, of one replica at once
 DEREGISTERING_S = 5.0  # in which HAProxy learns that a replica gets no requests any more
-_STOPPING_S = 30.0  # in which a replica writes what the tiers below do not have yet
+_STOPPING_S = 30.0  # in which a replica writes its records to the tiers below
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def application(config: Configuration, plan: FleetPlan, load: Load) -> serve.App
     replicas = serve.deployment(
         serve.ingress()(EngineReplica),
         name=ENGINE,
-        # The engine has a queue of its own, and refuses what is too much with an error that clients understand.
+        # The engine has a queue of its own, and refuses further ones with an error that clients understand.
         max_ongoing_requests=at_once + _REQUESTS_BESIDE,
         ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         max_replicas_per_node=plan.per_machine,
