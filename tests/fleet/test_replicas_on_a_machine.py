@@ -31,8 +31,8 @@ def config(**values: Any) -> Configuration:
 @pytest.mark.parametrize("most", [1, 2, 3, 64])
 def test_replicas_divide_what_was_not_given(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock.fleet.replica.memory_limit", lambda asked, kind: 24 << 30)
-    alone = ReplicaPlace("127.0.0.1", 0, 1).configured(config())
-    one = ReplicaPlace("127.0.0.1", most - 1, most).configured(config())
+    alone = ReplicaPlace("127.0.0.1", 0, 0, 1).configured(config())
+    one = ReplicaPlace("127.0.0.1", most - 1, most - 1, most).configured(config())
     assert one.cache.device_share == pytest.approx(1 / most)
     assert one.model.threads is not None
     assert alone.model.threads is not None
@@ -42,13 +42,13 @@ def test_replicas_divide_what_was_not_given(most: int, monkeypatch: pytest.Monke
 
 def test_what_was_given_is_of_each_replica() -> None:
     given = config(threads=3, budget_bytes=1 << 20, memory_limit_bytes=1 << 30)
-    one = ReplicaPlace("127.0.0.1", 1, 4).configured(given)
+    one = ReplicaPlace("127.0.0.1", 1, 1, 4).configured(given)
     assert (one.model, one.cache, one.engine) == (given.model, given.cache, given.engine)
 
 
 def test_replicas_have_files_of_their_own(tmp_path: Path) -> None:
     given = config(disk_dir=tmp_path, responses_file=tmp_path / "responses.sqlite")
-    made = [ReplicaPlace("127.0.0.1", number, 3).configured(given) for number in range(3)]
+    made = [ReplicaPlace("127.0.0.1", number, number, 3).configured(given) for number in range(3)]
     assert len({one.tier.disk_dir for one in made}) == 3
     assert len({one.server.responses_file for one in made}) == 3
 

@@ -67,8 +67,8 @@ def fleet(
 ) -> None:
     """Serve a model with several replicas behind one address. Requests go to the replica that has their beginning.
 
-    It takes all options of `rootstock serve` for its replicas, too, but for --kv-events. Needs the extra `fleet`, which
-    is Ray Serve. Without --ray-address, SIGHUP restarts the replicas, one after another."""
+    It takes all options of `rootstock serve` for its replicas, too, but for --kv-events. Needs the extra `fleet`,
+    which is Ray Serve. Without --ray-address, SIGHUP restarts the replicas, one after another."""
     configure_logs(config.server.log_format, config.server.log_level, access=config.server.access_log)
     options.announce_misplaced(ctx)
     if config.engine.kv_events is not None:
@@ -100,4 +100,5 @@ def _until_the_end(running: RunningFleet, signals: queue.SimpleQueue[int]) -> No
             announce(error.message)
         else:
             announce("all replicas have been restarted")
-    announce("ending the replicas")
+    announce("ending the replicas (Ctrl-C again: at once)")
+    signal.signal(signal.SIGINT, signal.default_int_handler)

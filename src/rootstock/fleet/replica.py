@@ -18,7 +18,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import EngineStats
 from rootstock.errors import StartupError
 from rootstock.fleet.policy import ReplicaReport
-from rootstock.fleet.prompt_keys import ReplicaFacts
+from rootstock.fleet.prompt_keys import ReplicaFacts, response_prefix
 from rootstock.fleet_config import KVEventsConfig
 from rootstock.runtime.host_memory import share_heaps
 from rootstock.runtime.model_files import locate
@@ -61,6 +61,7 @@ class ReplicaPlace:
 
     address: str  # of the machine, for routers on others
     number: int  # among the replicas of the machine
+    rank: int  # among all replicas
     most: int  # replicas on the machine
 
     def configured(self, config: Configuration) -> Configuration:
@@ -82,7 +83,7 @@ class ReplicaPlace:
         if tier.disk_dir is not None:
             tier = replace(tier, disk_dir=tier.disk_dir / f"replica-{self.number}")
         # A browser's session belongs to one server, and its requests may reach any replica.
-        server = replace(config.server, dashboard=False)
+        server = replace(config.server, dashboard=False, response_id_prefix=response_prefix(self.rank))
         if server.responses_file is not None:
             file = server.responses_file
             server = replace(server, responses_file=file.with_name(f"{file.stem}-{self.number}{file.suffix}"))
