@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import queue
 import signal
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rootstock.cli import options
+from rootstock.cli.output import LoadProgress
 from rootstock.config import Configuration
-from rootstock.errors import InvalidOption, StartupError
+from rootstock.errors import InvalidOption, ModelUnsupported, StartupError
 from rootstock.fleet_config import FleetConfig
 from rootstock.logs import announce, configure_logs
 from rootstock.options import FLEET
+from rootstock.runtime.embedding_files import is_embedding_model
+from rootstock.runtime.model_files import check_configs, locate, weight_files
 
 if TYPE_CHECKING:
     from rootstock.fleet.running import RunningFleet
@@ -78,8 +82,12 @@ def fleet(
         raise InvalidOption("--port", "0", "a port from 1 to 65535 for a fleet")
     least, most = FleetConfig.parse_replicas(replicas)
     size = FleetConfig(least, most, routers, replicas_per_machine, ray_address)
+    if importlib.util.find_spec("ray") is None:
+        raise StartupError("A fleet needs Ray Serve: pip install 'rootstock[fleet]'")
     from rootstock.fleet.running import start
 
+    if ray_address is None:
+        _check(config)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     with start(config, size) as running:
         shown = replicas if least < most else f"{most}"
@@ -88,6 +96,24 @@ def fleet(
             for number in (*_ENDS, signal.SIGHUP):
                 signal.signal(number, lambda sent, _frame: signals.put(sent))
             _until_the_end(running, signals)
+
+
+def _check(config: Configuration) -> None:
+    """Reads the files and binds the address once, before Ray is started for seconds. Raises StartupError."""
+    from rootstock.server.access.guard import Keys
+    from rootstock.server.http.listen import listen
+
+    model = config.model
+    with LoadProgress() as progress:
+        directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
+    if is_embedding_model(directory):
+        raise ModelUnsupported(
+            model.model, "it makes embeddings: 'rootstock serve' answers /v1/embeddings with it"
+        )
+    check_configs(model.model, directory)
+    weight_files(model.model, directory)
+    Keys(config.server)
+    listen(config.server.host, config.server.port).close()
 
 
 def _until_the_end(running: RunningFleet, signals: queue.SimpleQueue[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -99,8 +98,6 @@ def start(config: Configuration, fleet: FleetConfig, load: Load = load_model) ->
 
     `load` makes a replica's engine; Ray imports it in the replica's process.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise StartupError("A fleet needs Ray Serve: pip install 'rootstock[fleet]'")
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     folder = None
     if fleet.ray_address is None:
