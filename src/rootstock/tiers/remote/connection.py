@@ -9,6 +9,7 @@ Every exchange has a deadline. A server that sends slowly is as late as one that
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
@@ -20,6 +21,7 @@ Reply = bytes | int | None | list["Reply"]
 
 _LINE_BYTES = 64 * 1024  # longest line of a reply, such as an error
 _READ_BYTES = 64 * 1024
+_SEND_BUFFER_BYTES = 4 << 20  # of the system's; it reports twice as much
 _VIEWS_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
 _MOST_VALUE_BYTES = 1 << 20  # of a value that `run` returns, such as a report of the server
 _MOST_ELEMENTS = 1 << 16  # of an array
@@ -42,6 +44,7 @@ class StoreConnection:
         self._timeout_s = config.timeout_s
         self._deadline = 0.0
         self.used_at = 0.0  # by the system's clock: the beginning of the last exchange
+        self._incoming = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
         self._at = 0  # position in the buffer
         self._unsent = bytearray()  # short parts of commands, which go with the next piece
@@ -200,9 +203,8 @@ class StoreConnection:
 
     def _receive(self) -> None:
         """Reads more bytes into the buffer."""
-        more = bytearray(_READ_BYTES)
-        got = self._receive_into([memoryview(more)])
-        self._buffer = self._buffer[self._at :] + more[:got]
+        got = self._receive_into([self._incoming])
+        self._buffer = self._buffer[self._at :] + self._incoming[:got]
         self._at = 0
 
     def _receive_into(self, views: Sequence[memoryview]) -> int:
@@ -267,15 +269,26 @@ def _advance(views: list[memoryview], first: int, done: int) -> int:
     return first
 
 
+def _enlarge(opened: socket.socket) -> None:
+    """Lets the system take a record at once, if it allows as much. If not, its own limit is better, which grows until
+    one is set."""
+    with contextlib.suppress(OSError), socket.socket(opened.family, opened.type) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _SEND_BUFFER_BYTES:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+
+
 def _connected(config: RemoteConfig) -> socket.socket:
     """Raises OSError."""
     if config.path:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.settimeout(config.timeout_s)
         opened.connect(config.path)
+        _enlarge(opened)
         return opened
     opened = socket.create_connection((config.host, config.port), config.timeout_s)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _enlarge(opened)
     if not config.tls:
         return opened
     try:
