@@ -79,25 +79,16 @@ class StoreConnection:
 
         Raises StoreRefused for the first command that the server refuses, or StoreUnreachable.
         """
-        self._begin(seconds)
+        self.begin(seconds)
         self.send(commands)
-        refused: StoreRefused | None = None
-        replies: list[Reply] = []
-        for _ in commands:
-            try:
-                replies.append(self._reply())
-            except StoreRefused as error:
-                refused = refused or error
-        if refused is not None:
-            raise refused
-        return replies
+        return self.read_results(len(commands))
 
     def open_value(self, key: bytes) -> int | None:
         """Asks for a value; returns its size, or None if there is none. `fill` reads it, and `end_value` ends it.
 
         Raises StoreRefused or StoreUnreachable, as the other two.
         """
-        self._begin()
+        self.begin()
         self.send([[b"GET", key]])
         kind, text = self._line()
         if kind == b"-":
@@ -127,9 +118,10 @@ class StoreConnection:
         if bytes(end) != b"\r\n":
             raise self._broken("it sends a value without an end")
 
-    def begin(self, seconds: float) -> None:
-        """Begins an exchange of `send`, `send_value` and `read_replies`, with a time limit of its own."""
-        self._begin(seconds)
+    def begin(self, seconds: float | None = None) -> None:
+        """Begins an exchange: commands are sent, and their replies are read. `seconds` replaces the time limit."""
+        self.used_at = time.monotonic()
+        self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
 
     def send_value(
         self, command: Sequence[bytes], value_bytes: int, pieces: Iterable[Sequence[memoryview]]
@@ -164,11 +156,16 @@ class StoreConnection:
                 replies.append(error)
         return replies
 
-    # ---------------------------------------------------------------------------------------- inside
+    def read_results(self, count: int) -> list[Reply]:
+        """Reads the replies of so many commands. Raises StoreRefused for the first one that was refused."""
+        results: list[Reply] = []
+        for reply in self.read_replies(count):
+            if isinstance(reply, StoreRefused):
+                raise reply
+            results.append(reply)
+        return results
 
-    def _begin(self, seconds: float | None = None) -> None:
-        self.used_at = time.monotonic()
-        self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
+    # ---------------------------------------------------------------------------------------- inside
 
     def _open(self) -> socket.socket:
         """Returns the socket, with the time that is left as its limit."""
@@ -186,7 +183,7 @@ class StoreConnection:
 
     def _flush(self, more: Sequence[memoryview] = ()) -> None:
         """Sends what is to be sent, and more after it."""
-        views = [memoryview(self._unsent), *more]
+        views = [view for view in (memoryview(self._unsent), *more) if view.nbytes]
         self._unsent = bytearray()
         try:
             if isinstance(self._socket, ssl.SSLSocket):
@@ -242,7 +239,7 @@ class StoreConnection:
         kind, text = self._line()
         if kind == b"+":
             return text
-        if kind == b"-":
+        if kind == b"-" and not depth:  # within an array it would leave the others unread
             raise StoreRefused(text.decode(errors="replace"))
         size = self._number(text)
         if kind == b":":

@@ -185,10 +185,13 @@ class RemoteTier:
         keys = [record.identity.key for record in group]
         try:
             with self._connection() as connection:
-                there = connection.run([[b"EXISTS", self.name(RECORD_KIND, key)] for key in keys])
+                connection.begin()
+                connection.send([[b"EXISTS", self.name(RECORD_KIND, key)] for key in keys])
+                encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
+                there = connection.read_results(len(keys))
                 new = {
-                    key: outgoing(record, self._new_proof())
-                    for key, record, is_there in zip(keys, group, there, strict=True)
+                    key: record
+                    for key, record, is_there in zip(keys, encoded, there, strict=True)
                     if not is_there
                 }
                 refusals = self._send(connection, new, [record.identity for record in group])
