@@ -79,6 +79,8 @@ class StoreConnection:
 
         Raises StoreRefused for the first command that the server refuses, or StoreUnreachable.
         """
+        if not commands:
+            return []
         self.begin(seconds)
         self.send(commands)
         return self.read_results(len(commands))

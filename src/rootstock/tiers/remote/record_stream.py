@@ -25,7 +25,7 @@ from rootstock.tiers.remote.connection import StoreConnection
 from rootstock.units import KIB, MIB
 
 RECORD_KIND = b"r2:"  # in the server's keys
-PIECE_BYTES = 256 * KIB  # stay in a core's cache between hashing and moving them
+PIECE_BYTES = 512 * KIB  # a smaller one is sent in less time than it takes to wake the server
 _MAGIC = b"RtStkRm2"
 PREFIX = struct.Struct("<8sIQ")
 _MOST_RECORD_BYTES = 512 * MIB  # the server's own limit

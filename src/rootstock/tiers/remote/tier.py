@@ -186,15 +186,19 @@ class RemoteTier:
         try:
             with self._connection() as connection:
                 connection.begin()
-                connection.send([[b"EXISTS", self.name(RECORD_KIND, key)] for key in keys])
+                marks = self._marks_of(group)
+                connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
                 encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
                 there = connection.read_results(len(keys))
+                connection.read_replies(len(marks))
                 new = {
                     key: record
                     for key, record, is_there in zip(keys, encoded, there, strict=True)
                     if not is_there
                 }
-                refusals = self._send(connection, new, [record.identity for record in group])
+                refusals = self._send(connection, new)
+                absent = [record.identity for record in group if record.identity.key in refusals]
+                connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
@@ -216,36 +220,29 @@ class RemoteTier:
             self.counts.already_stored += sum(isinstance(each, AlreadyStored) for each in outcomes)
         return outcomes
 
-    def _send(
-        self,
-        connection: StoreConnection,
-        new: Mapping[RecordKey, OutgoingRecord],
-        identities: Sequence[Identity],
-    ) -> dict[RecordKey, NotStored]:
-        """Sends records, the places of all identities, and the marks of their namespaces, in one exchange.
+    def _marks_of(self, group: Sequence[Record]) -> list[list[bytes]]:
+        """Returns the commands that write the places of records and the marks of their namespaces.
 
-        Returns the records that the server has refused, as a full one does. Their places are removed again.
+        They come before the records: a look-up asks for the records of the places that it finds.
         """
+        identities = [record.identity for record in group]
+        places = [[b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities]
+        spaces = {each.namespace for each in identities}
+        return [*places, *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces)]
+
+    def _send(
+        self, connection: StoreConnection, new: Mapping[RecordKey, OutgoingRecord]
+    ) -> dict[RecordKey, NotStored]:
+        """Sends records. Returns the ones that the server has refused, as a full one does."""
         total_bytes = sum(record.stored_bytes for record in new.values())
         connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
         for key, record in new.items():
             connection.send_value([b"SET", self.name(RECORD_KIND, key)], record.stored_bytes, record.pieces())
-        spaces = {each.namespace for each in identities}
-        connection.send(
-            [
-                *([b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities),
-                *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces),
-            ]
-        )
-        replies = connection.read_replies(len(new) + len(identities) + len(spaces))
         refusals: dict[RecordKey, NotStored] = {}
-        for key, reply in zip(new, replies, strict=False):
+        for key, reply in zip(new, connection.read_replies(len(new)), strict=True):
             if isinstance(reply, StoreRefused):
                 why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
                 refusals[key] = NotStored(why, str(reply))
-        if refusals:
-            absent = [each for each in identities if each.key in refusals]
-            connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         return refusals
 
     # -- loading -------------------------------------------------------------------------------------------------
