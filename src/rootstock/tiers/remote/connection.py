@@ -9,7 +9,6 @@ Every exchange has a deadline. A server that sends slowly is as late as one that
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 import time
@@ -21,7 +20,6 @@ Reply = bytes | int | None | list["Reply"]
 
 _LINE_BYTES = 64 * 1024  # longest line of a reply, such as an error
 _READ_BYTES = 64 * 1024
-_SEND_BUFFER_BYTES = 4 << 20  # of the system's; it reports twice as much
 _VIEWS_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
 _MOST_VALUE_BYTES = 1 << 20  # of a value that `run` returns, such as a report of the server
 _MOST_ELEMENTS = 1 << 16  # of an array
@@ -268,26 +266,15 @@ def _advance(views: list[memoryview], first: int, done: int) -> int:
     return first
 
 
-def _enlarge(opened: socket.socket) -> None:
-    """Lets the system take a record at once, if it allows as much. If not, its own limit is better, which grows until
-    one is set."""
-    with contextlib.suppress(OSError), socket.socket(opened.family, opened.type) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _SEND_BUFFER_BYTES:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-
-
 def _connected(config: RemoteConfig) -> socket.socket:
     """Raises OSError."""
     if config.path:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.settimeout(config.timeout_s)
         opened.connect(config.path)
-        _enlarge(opened)
         return opened
     opened = socket.create_connection((config.host, config.port), config.timeout_s)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _enlarge(opened)
     if not config.tls:
         return opened
     try:
