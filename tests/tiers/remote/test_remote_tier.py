@@ -185,6 +185,15 @@ def test_a_full_server_that_evicts_nothing_refuses_records(opened: Opened, store
     assert (usage.cap_bytes, usage.policy) == (1, "noeviction")
 
 
+def test_a_server_that_does_not_say_what_it_has_stores_nothing(tmp_path: Path) -> None:
+    with SharedStore(tmp_path, "--rename-command", "EXISTS", "") as store:
+        tier = RemoteTier(store.config)
+        outcomes = tier.store(records(3))
+        assert all(isinstance(each, NotStored) and each.why is Refusal.FAILED for each in outcomes)
+        assert tier.run([[b"ECHO", b"next"]]) == [b"next"], "a reply was left unread"
+        tier.close()
+
+
 def test_a_server_that_dies_is_off_and_found_again(
     opened: Opened, store: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

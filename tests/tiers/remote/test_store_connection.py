@@ -123,6 +123,7 @@ HOSTILE: dict[str, bytes | Callable[[socket.socket], None]] = {
     "a huge array": b"*999999999\r\n",
     "a deep array": b"*1\r\n" * 1000,
     "no end of a value": b"$3\r\nabcxy",
+    "an error in an array": b"*2\r\n-no\r\n:1\r\n",
     "half a value": b"$10\r\nabc",
     "a number for a value": b":5\r\n",
     "bytes at random": bytes(range(256)) * 4,

@@ -81,7 +81,12 @@ class StoreConnection:
             return []
         self.begin(seconds)
         self.send(commands)
-        return self.read_results(len(commands))
+        results: list[Reply] = []
+        for reply in self.read_replies(len(commands)):
+            if isinstance(reply, StoreRefused):
+                raise reply
+            results.append(reply)
+        return results
 
     def open_value(self, key: bytes) -> int | None:
         """Asks for a value; returns its size, or None if there is none. `fill` reads it, and `end_value` ends it.
@@ -155,15 +160,6 @@ class StoreConnection:
             except StoreRefused as error:
                 replies.append(error)
         return replies
-
-    def read_results(self, count: int) -> list[Reply]:
-        """Reads the replies of so many commands. Raises StoreRefused for the first one that was refused."""
-        results: list[Reply] = []
-        for reply in self.read_replies(count):
-            if isinstance(reply, StoreRefused):
-                raise reply
-            results.append(reply)
-        return results
 
     # ---------------------------------------------------------------------------------------- inside
 

@@ -189,15 +189,15 @@ class RemoteTier:
                 marks = self._marks_of(group)
                 connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
                 encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
-                there = connection.read_results(len(keys))
-                connection.read_replies(len(marks))
-                new = {
-                    key: record
-                    for key, record, is_there in zip(keys, encoded, there, strict=True)
-                    if not is_there
-                }
+                replies = connection.read_replies(len(keys) + len(marks))
+                new: dict[RecordKey, OutgoingRecord] = {}
+                for key, record, is_there in zip(keys, encoded, replies, strict=False):
+                    if isinstance(is_there, StoreRefused):
+                        raise is_there
+                    if not is_there:
+                        new[key] = record
                 refusals = self._send(connection, new)
-                absent = [record.identity for record in group if record.identity.key in refusals]
+                absent = [each.identity for each in group if each.identity.key in refusals]
                 connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
