@@ -20,6 +20,7 @@ Reply = bytes | int | None | list["Reply"]
 
 _LINE_BYTES = 64 * 1024  # longest line of a reply, such as an error
 _READ_BYTES = 64 * 1024
+_SHORT_BYTES = 4096
 _VIEWS_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
 _MOST_VALUE_BYTES = 1 << 20  # of a value that `run` returns, such as a report of the server
 _MOST_ELEMENTS = 1 << 16  # of an array
@@ -131,15 +132,18 @@ class StoreConnection:
     def send_value(
         self, command: Sequence[bytes], value_bytes: int, pieces: Iterable[Sequence[memoryview]]
     ) -> None:
-        """Sends a command whose last argument comes in pieces. Each is made when those before it were sent.
+        """Sends a command whose last argument comes in pieces. Each is made when the ones before it were sent.
 
-        The end of the command is sent with the next one, or by `read_replies`, which reads its reply.
+        Short pieces are sent with the next one. `read_replies` sends the last ones, and reads the reply.
         """
         head = b"*%d\r\n" % (len(command) + 1)
         head += b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in command)
         self._unsent += head + b"$%d\r\n" % value_bytes
         for piece in pieces:
-            self._flush(piece)
+            if sum(view.nbytes for view in piece) < _SHORT_BYTES:
+                self._unsent += b"".join(piece)
+            else:
+                self._flush(piece)
         self._unsent += b"\r\n"
 
     def send(self, commands: Sequence[Sequence[bytes]]) -> None:

@@ -22,10 +22,10 @@ from rootstock.cache.keys import Identity
 from rootstock.tiers.base import Buffer, Loaded, LoadResult, Miss, MissKind, Record, views_of
 from rootstock.tiers.record import decode_header, difference, encode_header, encode_identity
 from rootstock.tiers.remote.connection import StoreConnection
-from rootstock.units import KIB, MIB
+from rootstock.units import MIB
 
 RECORD_KIND = b"r2:"  # in the server's keys
-PIECE_BYTES = 512 * KIB  # a smaller one is sent in less time than it takes to wake the server
+PIECE_BYTES = MIB  # half as much is sent in hardly more time than it takes to wake the server
 _MAGIC = b"RtStkRm2"
 PREFIX = struct.Struct("<8sIQ")
 _MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
@@ -57,7 +57,9 @@ class OutgoingRecord:
 
     def pieces(self) -> Iterator[list[memoryview]]:
         """Yields all bytes, once. The proof grows with them."""
-        for piece in _pieces([memoryview(self.front), *self.payload]):
+        self.proof.update(self.front)
+        yield [memoryview(self.front)]
+        for piece in _pieces(self.payload):
             for view in piece:
                 self.proof.update(view)
             yield piece
