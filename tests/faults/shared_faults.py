@@ -7,6 +7,7 @@ there."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -21,9 +22,10 @@ from engine.tiered import KINDS as FAMILIES
 from rootstock.config import TierConfig
 from rootstock.fleet_config import RemoteConfig
 from rootstock.tiers.base import Record
-from rootstock.tiers.record import PREFIX_BYTES, Head, encode, head_of, sizes_in
+from rootstock.tiers.record import decode_header
 from rootstock.tiers.remote.connection import StoreConnection
-from rootstock.tiers.remote.record_code import CODE_BYTES
+from rootstock.tiers.remote.record_code import RecordCodes
+from rootstock.tiers.remote.record_stream import PREFIX, RECORD_KIND, outgoing
 from shared_store import SharedStore
 from waiting import join, wait_for, wait_until
 
@@ -139,7 +141,7 @@ class Scene:
     def change(self, change: Callable[[bytes], bytes]) -> None:
         """Changes some records."""
         client = self.client()
-        for name in self.some(b"r:"):
+        for name in self.some(RECORD_KIND):
             (value,) = client.run([[b"GET", name]])
             if isinstance(value, bytes):
                 client.run([[b"SET", name, change(value)]])
@@ -158,7 +160,7 @@ def _cut_off(scene: Scene) -> None:
 
 
 def _swapped(scene: Scene) -> None:
-    client, names = scene.client(), scene.names(b"r:")
+    client, names = scene.client(), scene.names(RECORD_KIND)
     values = [client.run([[b"GET", name]])[0] for name in names]
     for name, number in zip(names, scene.rng.permutation(len(names)), strict=True):
         value = values[number]
@@ -167,24 +169,23 @@ def _swapped(scene: Scene) -> None:
 
 
 def _evicted(scene: Scene) -> None:
-    for name in scene.some(b"r:", 0.5):
+    for name in scene.some(RECORD_KIND, 0.5):
         scene.client().run([[b"DEL", name]])
 
 
 def _forged(scene: Scene) -> None:
-    """Plants records with right checksums and other payloads, as a writer without the secret can."""
+    """Plants records with other payloads and codes of another secret, as a writer without the secret can."""
     client = scene.client()
-    for name in scene.names(b"r:"):
+    for name in scene.names(RECORD_KIND):
         (value,) = client.run([[b"GET", name]])
         assert isinstance(value, bytes)
-        sizes = sizes_in(memoryview(value)[:PREFIX_BYTES])
-        assert sizes is not None
-        head = head_of(memoryview(value)[: PREFIX_BYTES + sizes[0]], sizes[1])
-        assert isinstance(head, Head)
-        payload = scene.rng.integers(0, 256, sizes[1], np.uint8)
-        forged = encode(Record(head.identity, [payload]))
-        code = scene.rng.integers(0, 256, CODE_BYTES, np.uint8).tobytes()
-        client.run([[b"SET", name, b"".join(forged.views) + code]])
+        header_bytes, payload_bytes = PREFIX.unpack_from(value)[1:]
+        decoded = decode_header(memoryview(value)[PREFIX.size : PREFIX.size + header_bytes], payload_bytes)
+        assert decoded is not None
+        payload = scene.rng.integers(0, 256, payload_bytes, np.uint8)
+        proof = RecordCodes(scene.rng.bytes(32)).begin()
+        forged = outgoing(Record(decoded[0], [payload]), proof)
+        client.run([[b"SET", name, b"".join(itertools.chain(*forged.pieces()))]])
 
 
 def _lies(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""Byte format of a record: prefix | header | payload.
+"""Byte format of a record in a file: prefix | header | payload.
 
     prefix    magic, header bytes, payload bytes, checksum
     header    bytes of the identity, the identity, number of buffers, the bytes of each
@@ -12,6 +12,7 @@ All numbers are little-endian. Any change here needs a new `FORMAT`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,16 +104,32 @@ class Encoded:
         return sum(view.nbytes for view in self.views)
 
 
+def encode_header(identity: bytes, payload: Sequence[memoryview]) -> bytes:
+    """Encodes the header of a record from its encoded identity and its buffers."""
+    sizes = struct.pack(f"<I{len(payload)}Q", len(payload), *(view.nbytes for view in payload))
+    return b"".join((struct.pack("<I", len(identity)), identity, sizes))
+
+
+def decode_header(header: memoryview, payload_bytes: int) -> tuple[Identity, tuple[int, ...]] | None:
+    """Decodes the header of a record whose payload has so many bytes. Returns its identity and the bytes of each
+    buffer, or None if it is damaged."""
+    if header.nbytes < 8:
+        return None
+    (identity_bytes,) = struct.unpack_from("<I", header)
+    if header.nbytes < identity_bytes + 8:
+        return None
+    identity = decode_identity(header[4 : 4 + identity_bytes])
+    (count,) = struct.unpack_from("<I", header, 4 + identity_bytes)
+    if identity is None or header.nbytes != 8 + identity_bytes + 8 * count:
+        return None
+    buffer_bytes = struct.unpack_from(f"<{count}Q", header, 8 + identity_bytes)
+    return (identity, buffer_bytes) if sum(buffer_bytes) == payload_bytes else None
+
+
 def encode(record: Record) -> Encoded:
     payload = record.views()
     identity = encode_identity(record.identity)
-    header = b"".join(
-        (
-            struct.pack("<I", len(identity)),
-            identity,
-            struct.pack(f"<I{len(payload)}Q", len(payload), *(view.nbytes for view in payload)),
-        )
-    )
+    header = encode_header(identity, payload)
     payload_bytes = sum(view.nbytes for view in payload)
     h = xxhash.xxh3_128(_SIZES.pack(len(header), payload_bytes))
     h.update(header)
@@ -150,20 +167,10 @@ def head_of(front: memoryview, payload_bytes: int) -> Head | Miss:
     """Decodes prefix and header, of a record whose payload has so many bytes."""
     *_, checksum = _PREFIX.unpack(front[:PREFIX_BYTES])
     header = front[PREFIX_BYTES:]
-    damaged = Miss(MissKind.CHECKSUM, "the header is damaged")
-    if header.nbytes < 8:
-        return damaged
-    (identity_bytes,) = struct.unpack_from("<I", header)
-    if header.nbytes < identity_bytes + 8:
-        return damaged
-    identity = decode_identity(header[4 : 4 + identity_bytes])
-    (count,) = struct.unpack_from("<I", header, 4 + identity_bytes)
-    if identity is None or header.nbytes != 8 + identity_bytes + 8 * count:
-        return damaged
-    buffer_bytes = struct.unpack_from(f"<{count}Q", header, 8 + identity_bytes)
-    if sum(buffer_bytes) != payload_bytes:
-        return damaged
-    return Head(identity, buffer_bytes, checksum, header, payload_bytes)
+    decoded = decode_header(header, payload_bytes)
+    if decoded is None:
+        return Miss(MissKind.CHECKSUM, "the header is damaged")
+    return Head(*decoded, checksum, header, payload_bytes)
 
 
 def difference(asked: Identity, found: Identity) -> MissKind | None:

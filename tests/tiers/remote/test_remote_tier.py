@@ -15,10 +15,12 @@ import pytest
 
 from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Refusal, Stored
-from rootstock.tiers.record import encode_identity
+from rootstock.tiers.record import encode, encode_identity
+from rootstock.tiers.remote import record_stream
 from rootstock.tiers.remote import tier as remote_tier
 from rootstock.tiers.remote.connection import Reply
 from rootstock.tiers.remote.record_code import RecordCodes
+from rootstock.tiers.remote.record_stream import RECORD_KIND
 from rootstock.tiers.remote.tier import RemoteTier
 from shared_store import SharedStore
 from tiers.helpers import is_right, keys_of, kind_of_miss, records
@@ -68,7 +70,7 @@ def test_a_group_with_the_same_record_twice_stores_it_once(opened: Opened) -> No
 
 
 def name_of(tier: RemoteTier, key: RecordKey) -> bytes:
-    return tier.name(b"r:", key)
+    return tier.name(RECORD_KIND, key)
 
 
 def test_a_clear_leaves_the_records_to_other_servers(opened: Opened) -> None:
@@ -136,6 +138,18 @@ def test_a_record_under_the_key_of_another_one_is_a_miss(opened: Opened, store: 
     assert kind_of_miss(tier.load(second.identity)) is MissKind.OTHER_TOKENS
 
 
+def test_a_record_in_the_order_of_a_disk_is_a_miss(opened: Opened, store: SharedStore) -> None:
+    """So were records of the shared server before `RECORD_KIND` had a number."""
+    tier, client = opened(None), store.client()
+    (record,) = records(1)
+    client.run([[b"SET", name_of(tier, record.identity.key), b"".join(encode(record).views)]])
+    assert kind_of_miss(tier.load(record.identity)) is MissKind.CHECKSUM
+    (outcome,) = tier.store([record])
+    assert isinstance(outcome, Stored)
+    assert client.run([[b"STRLEN", name_of(tier, record.identity.key)]]) == [outcome.stored_bytes]
+    assert is_right(tier.load(record.identity), record)
+
+
 def test_a_record_of_somebody_without_the_secret_is_a_miss(opened: Opened, store: SharedStore) -> None:
     tier, forger, client = opened(), opened(None), store.client()
     (record,) = records(1)
@@ -143,7 +157,9 @@ def test_a_record_of_somebody_without_the_secret_is_a_miss(opened: Opened, store
     (value,) = client.run([[b"GET", name_of(forger, record.identity.key)]])
     assert isinstance(value, bytes)
     name = name_of(tier, record.identity.key)
-    for forged in (value, value + b"\0" * 32, value + RecordCodes(b"x" * 32).of([memoryview(value)])):
+    record_bytes, other = value[:-16], RecordCodes(b"x" * 32).begin()
+    other.update(record_bytes)
+    for forged in (value, record_bytes + bytes(32), record_bytes + other.digest()):
         client.run([[b"SET", name, forged]])
         assert kind_of_miss(tier.load(record.identity)) in (MissKind.CHECKSUM, MissKind.MISSING_BYTES)
 
@@ -167,6 +183,15 @@ def test_a_full_server_that_evicts_nothing_refuses_records(opened: Opened, store
     usage = tier.usage()
     assert usage is not None
     assert (usage.cap_bytes, usage.policy) == (1, "noeviction")
+
+
+def test_a_server_that_does_not_say_what_it_has_stores_nothing(tmp_path: Path) -> None:
+    with SharedStore(tmp_path, "--rename-command", "EXISTS", "") as store:
+        tier = RemoteTier(store.config)
+        outcomes = tier.store(records(3))
+        assert all(isinstance(each, NotStored) and each.why is Refusal.FAILED for each in outcomes)
+        assert tier.run([[b"ECHO", b"next"]]) == [b"next"], "a reply was left unread"
+        tier.close()
 
 
 def test_a_server_that_dies_is_off_and_found_again(
@@ -313,7 +338,7 @@ def test_a_connection_is_not_used_again_after_an_exception(
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(remote_tier, "head_of", fail)
+    monkeypatch.setattr(record_stream, "decode_header", fail)
     with pytest.raises(MemoryError):
         tier.load(first.identity)
     monkeypatch.undo()
@@ -327,8 +352,8 @@ def test_a_header_takes_no_more_memory_than_a_record_needs(opened: Opened, store
     identity, count = encode_identity(record.identity), 500_000
     sizes = struct.pack("<I", count) + bytes(8 * count)
     header = struct.pack("<I", len(identity)) + identity + sizes
-    prefix = struct.pack("<8sIQ16s", b"RtStkRec", len(header), 0, bytes(16))
-    store.client().run([[b"SET", name_of(tier, record.identity.key), prefix + header]])
+    prefix = struct.pack("<8sIQ", b"RtStkRm2", len(header), 0)
+    store.client().run([[b"SET", name_of(tier, record.identity.key), prefix + header + bytes(16)]])
     tracemalloc.start()
     result = tier.load(record.identity, [])
     _, most_bytes = tracemalloc.get_traced_memory()

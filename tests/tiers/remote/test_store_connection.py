@@ -50,14 +50,13 @@ def test_values_of_many_buffers_come_back_whole(tmp_path: Path) -> None:
     with SharedStore(tmp_path) as store:
         connection = store.client()
         connection.begin(60.0)
-        connection.send_value([b"SET", b"key"], parts[:500])
-        connection.send_value([b"SET", b"key"], parts)
+        connection.send_value([b"SET", b"key"], 0, [])
+        connection.send_value([b"SET", b"key"], len(whole), [parts[:700], parts[700:]])
         assert connection.read_replies(2) == [b"OK", b"OK"]
         assert connection.run([[b"STRLEN", b"key"], [b"GET", b"no key"]], seconds=60.0) == [len(whole), None]
         assert connection.open_value(b"key") == len(whole)
         found = [memoryview(bytearray(part.nbytes)) for part in parts]
-        for view in found:
-            connection.fill(view)
+        connection.fill(found)
         connection.end_value()
         assert b"".join(found) == whole
         assert connection.open_value(b"no key") is None
@@ -124,6 +123,7 @@ HOSTILE: dict[str, bytes | Callable[[socket.socket], None]] = {
     "a huge array": b"*999999999\r\n",
     "a deep array": b"*1\r\n" * 1000,
     "no end of a value": b"$3\r\nabcxy",
+    "an error in an array": b"*2\r\n-no\r\n:1\r\n",
     "half a value": b"$10\r\nabc",
     "a number for a value": b":5\r\n",
     "bytes at random": bytes(range(256)) * 4,
@@ -136,7 +136,7 @@ def ask(connection: StoreConnection, way: str) -> None:
     else:
         size = connection.open_value(b"key")
         assert size is not None
-        connection.fill(memoryview(bytearray(min(size, 1 << 20))))
+        connection.fill([memoryview(bytearray(min(size, 1 << 20)))])
         connection.end_value()
 
 

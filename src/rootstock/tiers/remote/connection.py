@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rootstock.fleet_config import RemoteConfig
 
@@ -20,7 +20,8 @@ Reply = bytes | int | None | list["Reply"]
 
 _LINE_BYTES = 64 * 1024  # longest line of a reply, such as an error
 _READ_BYTES = 64 * 1024
-_SENT_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
+_SHORT_BYTES = 4096
+_VIEWS_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
 _MOST_VALUE_BYTES = 1 << 20  # of a value that `run` returns, such as a report of the server
 _MOST_ELEMENTS = 1 << 16  # of an array
 _MOST_DEPTH = 4
@@ -42,8 +43,10 @@ class StoreConnection:
         self._timeout_s = config.timeout_s
         self._deadline = 0.0
         self.used_at = 0.0  # by the system's clock: the beginning of the last exchange
+        self._incoming = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
         self._at = 0  # position in the buffer
+        self._unsent = bytearray()  # short parts of commands, which go with the next piece
         self._socket: socket.socket | None = None
         try:
             self._socket = _connected(config)
@@ -75,26 +78,24 @@ class StoreConnection:
 
         Raises StoreRefused for the first command that the server refuses, or StoreUnreachable.
         """
-        self._begin(seconds)
-        self._send(commands)
-        refused: StoreRefused | None = None
-        replies: list[Reply] = []
-        for _ in commands:
-            try:
-                replies.append(self._reply())
-            except StoreRefused as error:
-                refused = refused or error
-        if refused is not None:
-            raise refused
-        return replies
+        if not commands:
+            return []
+        self.begin(seconds)
+        self.send(commands)
+        results: list[Reply] = []
+        for reply in self.read_replies(len(commands)):
+            if isinstance(reply, StoreRefused):
+                raise reply
+            results.append(reply)
+        return results
 
     def open_value(self, key: bytes) -> int | None:
         """Asks for a value; returns its size, or None if there is none. `fill` reads it, and `end_value` ends it.
 
         Raises StoreRefused or StoreUnreachable, as the other two.
         """
-        self._begin()
-        self._send([[b"GET", key]])
+        self.begin()
+        self.send([[b"GET", key]])
         kind, text = self._line()
         if kind == b"-":
             raise StoreRefused(text.decode(errors="replace"))
@@ -103,41 +104,59 @@ class StoreConnection:
             raise self._broken("it answers GET with no value")
         return None if size == -1 else size
 
-    def fill(self, view: memoryview) -> None:
-        """Fills a buffer with the next bytes of a value."""
-        there = min(view.nbytes, len(self._buffer) - self._at)
-        view[:there] = self._buffer[self._at : self._at + there]
-        self._at += there
-        while there < view.nbytes:
-            try:
-                got = self._open().recv_into(view[there:])
-            except TimeoutError:
-                raise self._broken("it does not answer in time") from None
-            except OSError as error:
-                raise self._broken(str(error)) from error
-            if not got:
-                raise self._broken("it has closed the connection")
-            there += got
+    def fill(self, views: Sequence[memoryview]) -> None:
+        """Fills buffers with the next bytes of a value."""
+        left = [view for view in views if view.nbytes]
+        first = 0
+        while first < len(left):
+            got = len(self._buffer) - self._at
+            if got:
+                got = min(got, left[first].nbytes)
+                left[first][:got] = self._buffer[self._at : self._at + got]
+                self._at += got
+            else:
+                got = self._receive_into(left[first : first + _VIEWS_AT_ONCE])
+            first = _advance(left, first, got)
 
     def end_value(self) -> None:
         end = memoryview(bytearray(2))
-        self.fill(end)
+        self.fill([end])
         if bytes(end) != b"\r\n":
             raise self._broken("it sends a value without an end")
 
-    def begin(self, seconds: float) -> None:
-        """Begins an exchange of `send_value` and `read_replies`, with a time limit of its own."""
-        self._begin(seconds)
+    def begin(self, seconds: float | None = None) -> None:
+        """Begins an exchange: commands are sent, and their replies are read. `seconds` replaces the time limit."""
+        self.used_at = time.monotonic()
+        self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
 
-    def send_value(self, command: Sequence[bytes], value: Sequence[memoryview]) -> None:
-        """Sends a command whose last argument is divided among buffers. `read_replies` reads its reply."""
-        size = sum(view.nbytes for view in value)
+    def send_value(
+        self, command: Sequence[bytes], value_bytes: int, pieces: Iterable[Sequence[memoryview]]
+    ) -> None:
+        """Sends a command whose last argument comes in pieces. Each is made when the ones before it were sent.
+
+        Short pieces are sent with the next one. `read_replies` sends the last ones, and reads the reply.
+        """
         head = b"*%d\r\n" % (len(command) + 1)
         head += b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in command)
-        self._send_views([memoryview(head + b"$%d\r\n" % size), *value, memoryview(b"\r\n")])
+        self._unsent += head + b"$%d\r\n" % value_bytes
+        for piece in pieces:
+            if sum(view.nbytes for view in piece) < _SHORT_BYTES:
+                self._unsent += b"".join(piece)
+            else:
+                self._flush(piece)
+        self._unsent += b"\r\n"
+
+    def send(self, commands: Sequence[Sequence[bytes]]) -> None:
+        """Sends commands. `read_replies` reads their replies."""
+        for command in commands:
+            self._unsent += b"*%d\r\n" % len(command)
+            for argument in command:
+                self._unsent += b"$%d\r\n%b\r\n" % (len(argument), argument)
+        self._flush()
 
     def read_replies(self, count: int) -> list[Reply | StoreRefused]:
         """Reads the replies of so many commands; errors of the server are among them."""
+        self._flush()
         replies: list[Reply | StoreRefused] = []
         for _ in range(count):
             try:
@@ -147,10 +166,6 @@ class StoreConnection:
         return replies
 
     # ---------------------------------------------------------------------------------------- inside
-
-    def _begin(self, seconds: float | None = None) -> None:
-        self.used_at = time.monotonic()
-        self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
 
     def _open(self) -> socket.socket:
         """Returns the socket, with the time that is left as its limit."""
@@ -166,15 +181,10 @@ class StoreConnection:
         self.close()
         return StoreUnreachable(why)
 
-    def _send(self, commands: Sequence[Sequence[bytes]]) -> None:
-        parts: list[bytes] = []
-        for command in commands:
-            parts.append(b"*%d\r\n" % len(command))
-            for argument in command:
-                parts += (b"$%d\r\n" % len(argument), argument, b"\r\n")
-        self._send_views([memoryview(b"".join(parts))])
-
-    def _send_views(self, views: list[memoryview]) -> None:
+    def _flush(self, more: Sequence[memoryview] = ()) -> None:
+        """Sends what is to be sent, and more after it."""
+        views = [view for view in (memoryview(self._unsent), *more) if view.nbytes]
+        self._unsent = bytearray()
         try:
             if isinstance(self._socket, ssl.SSLSocket):
                 for view in views:
@@ -182,12 +192,7 @@ class StoreConnection:
                 return
             first = 0
             while first < len(views):
-                sent = self._open().sendmsg(views[first : first + _SENT_AT_ONCE])
-                while first < len(views) and sent >= views[first].nbytes:
-                    sent -= views[first].nbytes
-                    first += 1
-                if sent:
-                    views[first] = views[first][sent:]
+                first = _advance(views, first, self._open().sendmsg(views[first : first + _VIEWS_AT_ONCE]))
         except TimeoutError:
             raise self._broken("it does not take the data in time") from None
         except OSError as error:
@@ -195,16 +200,25 @@ class StoreConnection:
 
     def _receive(self) -> None:
         """Reads more bytes into the buffer."""
+        got = self._receive_into([self._incoming])
+        self._buffer = self._buffer[self._at :] + self._incoming[:got]
+        self._at = 0
+
+    def _receive_into(self, views: Sequence[memoryview]) -> int:
+        """Reads bytes that have arrived, at least one, and returns how many."""
+        opened = self._open()
         try:
-            more = self._open().recv(_READ_BYTES)
+            if isinstance(opened, ssl.SSLSocket):
+                got = opened.recv_into(views[0])
+            else:
+                got = opened.recvmsg_into(views)[0]
         except TimeoutError:
             raise self._broken("it does not answer in time") from None
         except OSError as error:
             raise self._broken(str(error)) from error
-        if not more:
+        if not got:
             raise self._broken("it has closed the connection")
-        self._buffer = self._buffer[self._at :] + more
-        self._at = 0
+        return got
 
     def _line(self) -> tuple[bytes, bytes]:
         """Reads a line; returns its first character and the rest."""
@@ -225,7 +239,7 @@ class StoreConnection:
         kind, text = self._line()
         if kind == b"+":
             return text
-        if kind == b"-":
+        if kind == b"-" and not depth:  # within an array it would leave the others unread
             raise StoreRefused(text.decode(errors="replace"))
         size = self._number(text)
         if kind == b":":
@@ -234,12 +248,22 @@ class StoreConnection:
             return None
         if kind == b"$" and 0 <= size <= _MOST_VALUE_BYTES:
             value = bytearray(size)
-            self.fill(memoryview(value))
+            self.fill([memoryview(value)])
             self.end_value()
             return bytes(value)
         if kind == b"*" and 0 <= size <= _MOST_ELEMENTS and depth < _MOST_DEPTH:
             return [self._reply(depth + 1) for _ in range(size)]
         raise self._broken("it does not keep to the protocol")
+
+
+def _advance(views: list[memoryview], first: int, done: int) -> int:
+    """Takes `done` bytes off the views from `first` on. Returns the first one of which something is left."""
+    while first < len(views) and done >= views[first].nbytes:
+        done -= views[first].nbytes
+        first += 1
+    if done:
+        views[first] = views[first][done:]
+    return first
 
 
 def _connected(config: RemoteConfig) -> socket.socket:

@@ -28,6 +28,7 @@ from rootstock.cache.types import Tokens
 from rootstock.tiers.base import Off
 from rootstock.tiers.remote.connection import Reply, StoreRefused, StoreUnreachable
 from rootstock.tiers.remote.place import Places, RecordStart, record_starts
+from rootstock.tiers.remote.record_stream import RECORD_KIND
 from rootstock.tiers.remote.tier import RemoteTier
 
 _log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class PromptLookups:
                     identity = boundary.identity(place)
                     candidates[identity.key] = identity
         unknown = [key for key in candidates if key not in self._tier]
-        there = self._ask([[b"EXISTS", self._tier.name(b"r:", key)] for key in unknown])
+        there = self._ask([[b"EXISTS", self._tier.name(RECORD_KIND, key)] for key in unknown])
         for key, is_there in zip(unknown, there, strict=True):
             if not is_there:
                 del candidates[key]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
 from pathlib import Path
 
 from rootstock.errors import InvalidOption
 
-CODE_BYTES = 32
 _LEAST_KEY_BYTES, _MOST_KEY_BYTES = 32, 4096
 
 
@@ -39,11 +37,6 @@ class RecordCodes:
         """Returns 32 bytes for another purpose, of at most 16 bytes, from which the secret cannot be found."""
         return hashlib.blake2b(self._key, digest_size=32, person=purpose).digest()
 
-    def of(self, views: Iterable[memoryview]) -> bytes:
-        code = hmac.new(self._key, digestmod="sha256")
-        for view in views:
-            code.update(view)
-        return code.digest()
-
-    def is_right(self, code: bytes, views: Iterable[memoryview]) -> bool:
-        return hmac.compare_digest(code, self.of(views))
+    def begin(self) -> hmac.HMAC:
+        """Begins the code of a record, to which its bytes have to be added."""
+        return hmac.new(self._key, digestmod="sha256")

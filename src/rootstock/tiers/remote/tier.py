@@ -1,6 +1,6 @@
 """Tier that several servers share: records in a Valkey or Redis server, found by content and verified on each load.
 
-    PREFIX r:KEY      a record: prefix, header and payload as on disk (`tiers/record.py`), then its code
+    PREFIX r2:KEY     a record (`record_stream.py`)
     PREFIX at:PARENT  a set of places: which kinds of records, of how many tokens, begin after the tokens of PARENT
     PREFIX ns:DIGEST  exists if records of a namespace were stored
 
@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+import xxhash
+
 from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.retention.hint_types import Keep
 from rootstock.fleet_config import RemoteConfig
@@ -44,12 +46,11 @@ from rootstock.tiers.base import (
     Stored,
     StoreOutcome,
     TierState,
-    views_of,
 )
-from rootstock.tiers.record import PREFIX_BYTES, Encoded, Head, difference, encode, head_of, sizes_in
 from rootstock.tiers.remote.connection import Reply, StoreConnection, StoreRefused, StoreUnreachable
 from rootstock.tiers.remote.place import place_of
-from rootstock.tiers.remote.record_code import CODE_BYTES, RecordCodes
+from rootstock.tiers.remote.record_code import RecordCodes
+from rootstock.tiers.remote.record_stream import RECORD_KIND, OutgoingRecord, Proof, outgoing, read_record
 from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)
@@ -58,8 +59,6 @@ RETRY_S = 1.0  # between two attempts to reach the server
 MOST_KNOWN = 200_000  # records that are in the index because of this tier
 _GROUP_BYTES = 16 * MIB  # stored in one exchange
 _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request waits for
-_MOST_RECORD_BYTES = 512 * MIB  # the server's own limit
-_MOST_HEADER_BYTES = MIB  # an identity, and a number for each buffer of a model's layers
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
 CHECK_PAUSE_S = 30.0  # between two checks of all known records, which take a second of processor time
 _IDLE_CONNECTIONS = 4
@@ -106,7 +105,7 @@ class RemoteTier:
     ) -> None:
         """Tries to reach the server once, and goes on without it if it cannot be reached."""
         self._config = config
-        self._codes = codes
+        self._new_proof: Callable[[], Proof] = xxhash.xxh3_128 if codes is None else codes.begin
         self._gone = gone
         self._connect = connect
         self._prefix = (config.prefix + (f"{codes.name}:" if codes is not None else "")).encode()
@@ -186,13 +185,20 @@ class RemoteTier:
         keys = [record.identity.key for record in group]
         try:
             with self._connection() as connection:
-                there = connection.run([[b"EXISTS", self.name(b"r:", key)] for key in keys])
-                new = {
-                    key: encode(record)
-                    for key, record, is_there in zip(keys, group, there, strict=True)
-                    if not is_there
-                }
-                refusals = self._send(connection, new, [record.identity for record in group])
+                connection.begin()
+                marks = self._marks_of(group)
+                connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
+                encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
+                replies = connection.read_replies(len(keys) + len(marks))
+                new: dict[RecordKey, OutgoingRecord] = {}
+                for key, record, is_there in zip(keys, encoded, replies, strict=False):
+                    if isinstance(is_there, StoreRefused):
+                        raise is_there
+                    if not is_there:
+                        new[key] = record
+                refusals = self._send(connection, new)
+                absent = [each.identity for each in group if each.identity.key in refusals]
+                connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
@@ -214,37 +220,29 @@ class RemoteTier:
             self.counts.already_stored += sum(isinstance(each, AlreadyStored) for each in outcomes)
         return outcomes
 
-    def _send(
-        self,
-        connection: StoreConnection,
-        new: Mapping[RecordKey, Encoded],
-        identities: Sequence[Identity],
-    ) -> dict[RecordKey, NotStored]:
-        """Sends records, the places of all identities, and the marks of their namespaces, in one exchange.
+    def _marks_of(self, group: Sequence[Record]) -> list[list[bytes]]:
+        """Returns the commands that write the places of records and the marks of their namespaces.
 
-        Returns the records that the server has refused, as a full one does. Their places are removed again.
+        They come before the records: a look-up asks for the records of the places that it finds.
         """
-        total_bytes = sum(encoded.stored_bytes for encoded in new.values())
-        connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
-        for key, encoded in new.items():
-            views = encoded.views
-            if self._codes is not None:
-                views = [*views, memoryview(self._codes.of(views))]
-            connection.send_value([b"SET", self.name(b"r:", key)], views)
-        for each in identities:
-            connection.send_value([b"SADD", self.name(b"at:", each.parent)], [memoryview(place_of(each))])
+        identities = [record.identity for record in group]
+        places = [[b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities]
         spaces = {each.namespace for each in identities}
-        for space in spaces:
-            connection.send_value([b"SET", self.name(b"ns:", space)], [memoryview(b"1")])
-        replies = connection.read_replies(len(new) + len(identities) + len(spaces))
+        return [*places, *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces)]
+
+    def _send(
+        self, connection: StoreConnection, new: Mapping[RecordKey, OutgoingRecord]
+    ) -> dict[RecordKey, NotStored]:
+        """Sends records. Returns the ones that the server has refused, as a full one does."""
+        total_bytes = sum(record.stored_bytes for record in new.values())
+        connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
+        for key, record in new.items():
+            connection.send_value([b"SET", self.name(RECORD_KIND, key)], record.stored_bytes, record.pieces())
         refusals: dict[RecordKey, NotStored] = {}
-        for key, reply in zip(new, replies, strict=False):
+        for key, reply in zip(new, connection.read_replies(len(new)), strict=True):
             if isinstance(reply, StoreRefused):
                 why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
                 refusals[key] = NotStored(why, str(reply))
-        if refusals:
-            absent = [each for each in identities if each.key in refusals]
-            connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         return refusals
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -272,10 +270,10 @@ class RemoteTier:
             return Miss(MissKind.UNAVAILABLE, self._state.reason)
         try:
             with self._connection() as connection:
-                size = connection.open_value(self.name(b"r:", identity.key))
+                size = connection.open_value(self.name(RECORD_KIND, identity.key))
                 if size is None:
                     return Miss(MissKind.ABSENT)
-                result = self._read(connection, size, identity, into)
+                result = read_record(connection, size, self._new_proof(), identity, into)
                 if isinstance(result, Miss):
                     connection.close()  # a part of the value may be unread
                 return result
@@ -284,55 +282,6 @@ class RemoteTier:
             return Miss(MissKind.IO_ERROR, str(error))
         except StoreRefused as error:
             return Miss(MissKind.IO_ERROR, str(error))
-
-    def _read(
-        self, connection: StoreConnection, size: int, asked: Identity, into: Sequence[Buffer] | None
-    ) -> LoadResult:
-        """Reads a record of `size` bytes, its payload straight into its buffers, and verifies it."""
-        head, front, code = self._read_head(connection, size)
-        if isinstance(head, Miss):
-            return head
-        if into is None:
-            views = [memoryview(bytearray(buffer_bytes)) for buffer_bytes in head.buffer_bytes]
-        else:
-            views = views_of(into)
-        if sum(view.nbytes for view in views) != head.payload_bytes:
-            return Miss(MissKind.OTHER_SIZE, f"the payload has {head.payload_bytes:,} bytes")
-        for view in (*views, code):
-            connection.fill(view)
-        connection.end_value()
-        if self._codes is not None and not self._codes.is_right(bytes(code), [front, *views]):
-            return Miss(MissKind.CHECKSUM, "its code was not made with this --remote-key-file")
-        h = head.begin_checksum()
-        for view in views:
-            h.update(view)
-        if h.digest() != head.checksum:
-            return Miss(MissKind.CHECKSUM, "the payload is damaged")
-        kind = difference(asked, head.identity)
-        return (
-            Loaded(tuple(views), "remote") if kind is None else Miss(kind, "the key leads to another record")
-        )
-
-    def _read_head(
-        self, connection: StoreConnection, size: int
-    ) -> tuple[Head | Miss, memoryview, memoryview]:
-        """Returns the head, its bytes, and a buffer for the code. Sizes are bounded before anything is allocated."""
-        code = memoryview(bytearray(CODE_BYTES if self._codes is not None else 0))
-        prefix = memoryview(bytearray(PREFIX_BYTES))
-        if size < PREFIX_BYTES + code.nbytes:
-            return Miss(MissKind.MISSING_BYTES, f"no record has {size:,} bytes"), prefix, code
-        connection.fill(prefix)
-        sizes = sizes_in(prefix)
-        if sizes is None:
-            return Miss(MissKind.CHECKSUM, "no such record begins here"), prefix, code
-        header_bytes, payload_bytes = sizes
-        too_large = size > _MOST_RECORD_BYTES or header_bytes > _MOST_HEADER_BYTES
-        if too_large or PREFIX_BYTES + header_bytes + payload_bytes + code.nbytes != size:
-            return Miss(MissKind.MISSING_BYTES, f"the record has {size:,} bytes"), prefix, code
-        front = memoryview(bytearray(PREFIX_BYTES + header_bytes))
-        front[:PREFIX_BYTES] = prefix
-        connection.fill(front[PREFIX_BYTES:])
-        return head_of(front, payload_bytes), front, code
 
     # -- use and contents ----------------------------------------------------------------------------------------
 
@@ -346,7 +295,7 @@ class RemoteTier:
         struck = list(keys)
         if struck and not isinstance(self._state, Off):
             try:
-                self.run([[b"DEL", self.name(b"r:", key)] for key in struck])
+                self.run([[b"DEL", self.name(RECORD_KIND, key)] for key in struck])
             except StoreUnreachable as error:
                 self.turn_off(error)
             except StoreRefused as error:
@@ -506,7 +455,7 @@ class RemoteTier:
                 return
             keys = known[first : first + _CHECKED_AT_ONCE]
             try:
-                there = self.run([[b"EXISTS", self.name(b"r:", key)] for key in keys])
+                there = self.run([[b"EXISTS", self.name(RECORD_KIND, key)] for key in keys])
             except StoreUnreachable as error:
                 self.turn_off(error)
                 return
