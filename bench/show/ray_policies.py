@@ -8,7 +8,8 @@ Behind the ingress a replica calls its application in place, and its answer pass
 router works there only: asked for a choice without a request, it never learns what it has chosen.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: Serve copies the routes to its processes without the names that only
+# annotations have.
 
 import asyncio
 import json
