@@ -95,7 +95,7 @@ class CacheConfig:
         vllm="enable-prefix-caching",
         vllm_off="no-enable-prefix-caching",
     )
-    # Part of a budget of several models, on a device that takes memory at once. On others they share all of it.
+    # Part of an automatic budget: of several models, on a device that takes memory at once, or of replicas.
     device_share: float = 1.0
     retained_share: float = option(
         0.9,
@@ -759,6 +759,9 @@ class ServerConfig:
         TIME,
         advanced=True,
     )
+    sealing_key: bytes | None = field(
+        default=None, repr=False
+    )  # of items that clients keep; None: the store's own
     drain_timeout_s: float = option(
         30.0,
         "drain-timeout",

@@ -1,4 +1,4 @@
-"""Addresses by which several servers work together: where KV events are published, and the store that they share."""
+"""Settings of several servers: where KV events are published, the store that they share, and the size of a fleet."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rootstock.options import ValueForm, parse_seconds
 
 _ADDRESS = r"tcp://[^?#]+:\d{1,5}|ipc://[^?#]+"
 _MOST_PORT = 65_535  # ZeroMQ itself takes larger ones, and leaves out their upper bits
+_MOST_REPLICAS = 64  # of a fleet, which is as many as a router follows: larger ones are several fleets
 _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "[::1]", "localhost")
 
 
@@ -31,6 +32,18 @@ class KVEventsConfig:
         """True if the address is the publisher's own; else it connects to a listener there."""
         host = self.endpoint.removeprefix("tcp://").rpartition(":")[0]
         return not self.endpoint.startswith("tcp://") or host in _OWN_HOSTS or host.startswith("127.")
+
+    def reached_at(self, host: str) -> KVEventsConfig:
+        """Returns the addresses for listeners, of a publisher that waits for them at every address of a host."""
+        shown = f"[{host}]" if ":" in host else host
+
+        def reached(address: str) -> str:
+            return address.replace("tcp://*:", f"tcp://{shown}:")
+
+        replay = self.replay_endpoint
+        return replace(
+            self, endpoint=reached(self.endpoint), replay_endpoint=None if replay is None else reached(replay)
+        )
 
     @classmethod
     def parse(cls, text: str, option: str = "--kv-events") -> KVEventsConfig:
@@ -114,6 +127,27 @@ class RemoteConfig:
     def __str__(self) -> str:
         """Returns the address without its password, for people."""
         return f"{'TLS to ' if self.tls else ''}{self.path or f'{self.host}:{self.port}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The size and the place of a fleet."""
+
+    least: int = 2  # replicas
+    most: int = 2
+    routers: int = 1
+    per_machine: int | None = None  # replicas; None: all on one machine, one on each of a cluster
+    ray_address: str | None = None  # of a running cluster, or "auto"; None: Ray is started on this machine
+
+    @staticmethod
+    def parse_replicas(text: str, option: str = "--replicas") -> tuple[int, int]:
+        """Parses a number, or a range such as 2-8. Raises InvalidOption."""
+        found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", text.strip())
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most <= _MOST_REPLICAS:
+            allowed = f"a number from 1 to {_MOST_REPLICAS}, or a range such as 2-8"
+            raise InvalidOption(option, text, allowed)
+        return least, most
 
 
 KV_EVENTS = ValueForm(str, KVEventsConfig.parse, str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar, get_origin
 
 from rootstock.config import (
@@ -79,6 +80,21 @@ def configuration_of(model: str, values: Mapping[str, Any]) -> Configuration:
         TierConfig(**of(TierConfig)),
         ServerConfig(**of(ServerConfig)),
     )
+
+
+def values_of(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Returns values by field, from the texts of options by name, as `configuration_of` takes them.
+
+    Raises InvalidOption."""
+    values = dict[str, Any]()
+    for name, text in texts.items():
+        ours = our_name(name)
+        if ours not in _BY_NAME:
+            close = get_close_matches(ours, _BY_NAME, 1)
+            raise InvalidOption(name, text, f"the option {close[0]!r}" if close else "an option of `serve`")
+        field, option = _BY_NAME[ours]
+        values[field] = option.form.parse(option.form.of_text(text, ours), option.flag)
+    return values
 
 
 def keyword_of(option: str) -> str:

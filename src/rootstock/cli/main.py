@@ -13,6 +13,7 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.doctor import doctor
+from rootstock.cli.fleet import fleet
 from rootstock.cli.launch import launch
 from rootstock.cli.output import LoadProgress
 from rootstock.cli.pins import pin, pins, release
@@ -293,6 +294,7 @@ def bench(
 
 
 app.command(cls=options.Command)(launch)
+app.command(cls=options.Command)(fleet)
 
 
 def ready_line(made: Assembly, url: str, block_size: int = CacheConfig().block_size) -> str:

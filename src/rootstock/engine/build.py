@@ -69,7 +69,7 @@ def assemble(
         budget, share = shared.budget_bytes, shared.join()
     else:
         spare = None if watch is None else watch.spare_bytes
-        budget = auto_budget_bytes(runtime, engine, beside_bytes, spare)
+        budget = int(auto_budget_bytes(runtime, engine, beside_bytes, spare) * cache.device_share)
     try:
         return _assembled(runtime, tokenizer, cache, engine, tier, budget, share, watch)
     except BaseException:

@@ -57,19 +57,26 @@ class ChatRules:
 
 
 @dataclass(frozen=True)
-class PreparedChat:
-    """A conversation's prompt, and all that its answers need."""
+class RenderedChat:
+    """A conversation's prompt."""
 
-    model: str
+    conversation: Conversation  # without the lines that were dropped
     template: TemplateInput
     prompt: ChatPrompt
     owner: PromptOwner
+    dropped: tuple[DroppedHead, ...] = field(default=(), kw_only=True)
+    adapter: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class PreparedChat(RenderedChat):
+    """A conversation's prompt, and all that its answers need."""
+
+    model: str
     new_parser: Callable[[], DeltaParser]
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
-    dropped: tuple[DroppedHead, ...] = ()
     ignored: tuple[IgnoredField, ...] = ()
-    adapter: str = ""
     next_turn: EndOfTurn | None = None  # None: idle work is off
 
     @cached_property
@@ -129,28 +136,57 @@ class RememberingParser:
         return deltas
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A loaded model and its engine: all that a request to it needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptModel:
+    """The part of a model that makes prompts. It needs no weights."""
 
     name: str
-    vocab_size: int
     tokenizer: PromptTokenizer
+    rules: ChatRules = ChatRules()
+    wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
+    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+
+    @property
+    def model_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer.model_tokenizer
+
+    def rendered_chat(self, conversation: Conversation, owner: PromptOwner) -> RenderedChat:
+        """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        dropped: tuple[DroppedHead, ...] = ()
+        first = conversation.messages[0].role if conversation.messages else ""
+        if self.rules.drop_volatile and first in ("system", "developer"):
+            conversation, dropped = without_volatile_heads(conversation)
+        self.tokenizer.refuse_more_chars(conversation.count_chars())
+        template = template_input(conversation, self.model_tokenizer)
+        if self.rules.refuses_media:
+            refuse_media(template.media)
+        text = escaped(template, self.tokenizer, parse=self.rules.parse_special_tokens)
+        make = chat_prompt
+        if self.wants_boundaries:
+            make = chat_with_boundaries
+        elif text.marks:
+            make = chat_with_marks
+        prompt = make(text, self.tokenizer, owner)
+        return RenderedChat(conversation, template, prompt, owner, dropped=dropped, adapter=self.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel(PromptModel):
+    """A loaded model and its engine: all that a request to it needs."""
+
+    vocab_size: int
     defaults: SamplingDefaults
     context_limit: int  # tokens of a prompt and its answer
     most_requests: int  # running and waiting in the engine at once
     engine: Engine
     description: ModelDescription
     block_size: int  # tokens of a block of its cache
-    rules: ChatRules = ChatRules()
-    wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
     constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer
     output: OutputFormat = PLAIN  # of the model's answers
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
     next_turns: NextTurns | None = None  # None: idle work is off
-    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
     parent: str | None = None  # of an adapter: the name of its base model
 
     @classmethod
@@ -175,16 +211,16 @@ class ServedModel:
         output = detect(tokenizer) if is_auto else named(rules.tool_parser, tokenizer)
         families = made.description.families
         return cls(
-            name or made.description.name,
             made.description.vocab_size,
-            prompts,
             defaults or made.defaults,
             engine.context_limit,
             engine.config.max_batch + engine.config.max_queue,
             engine,
             made.description,
             made.block_size,
-            rules,
+            name=name or made.description.name,
+            tokenizer=prompts,
+            rules=rules,
             wants_boundaries=not all(isinstance(family, FullAttention) for family in families),
             constraints=engine.constraints,
             output=output,
@@ -210,10 +246,6 @@ class ServedModel:
             self.fingerprints.forget(clearing.salt)
         return self.engine.clear(clearing)
 
-    @property
-    def model_tokenizer(self) -> ModelTokenizer:
-        return self.tokenizer.model_tokenizer
-
     def stored_tokens(self, prompt_tokens: int) -> int:
         """Returns how many tokens of a prompt later requests may find: the last one is always computed."""
         return prompt_tokens - 1 if self.reuses_prefixes else 0
@@ -230,21 +262,8 @@ class ServedModel:
         `asked` has the grammar of the answer's text, and `reasoning_budget` is in tokens. A forced call comes before
         the grammar: its arguments follow the tool's schema. Beside a JSON schema the model may call a tool.
         """
-        dropped: tuple[DroppedHead, ...] = ()
-        first = conversation.messages[0].role if conversation.messages else ""
-        if self.rules.drop_volatile and first in ("system", "developer"):
-            conversation, dropped = without_volatile_heads(conversation)
-        self.tokenizer.refuse_more_chars(conversation.count_chars())
-        template = template_input(conversation, self.model_tokenizer)
-        if self.rules.refuses_media:
-            refuse_media(template.media)
-        text = escaped(template, self.tokenizer, parse=self.rules.parse_special_tokens)
-        make = chat_prompt
-        if self.wants_boundaries:
-            make = chat_with_boundaries
-        elif text.marks:
-            make = chat_with_marks
-        prompt = make(text, self.tokenizer, owner)
+        rendered = self.rendered_chat(conversation, owner)
+        conversation, prompt = rendered.conversation, rendered.prompt
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), owner)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
@@ -258,17 +277,18 @@ class ServedModel:
             turn = NextTurn(conversation, owner, 4 * len(prompt.tokens), new_parser, self.adapter)
             next_turn = partial(self.next_turns.answered, turn)
         return PreparedChat(
-            self.name,
-            template,
+            conversation,
+            rendered.template,
             prompt,
             owner,
+            self.name,
             new_parser if is_text else lambda: CountingParser(RememberingParser(new_parser(), prompt.place)),
             frozenset() if is_text else self.visible_tokens,
             constraint=constraint,
-            dropped=dropped,
-            ignored=self._ignored(conversation, template),
+            dropped=rendered.dropped,
+            ignored=self._ignored(conversation, rendered.template),
             next_turn=next_turn,
-            adapter=self.adapter,
+            adapter=rendered.adapter,
         )
 
     def _ignored(self, conversation: Conversation, template: TemplateInput) -> tuple[IgnoredField, ...]:

@@ -81,6 +81,11 @@ def leave_out_torch(models: Iterable[ModelConfig]) -> None:
     """
     if any(_runtime_of(model) == "torch" for model in models):
         return
+    import_transformers_alone()
+
+
+def import_transformers_alone() -> None:
+    """Imports transformers as if torch were absent, unless the process has imported one of them."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     if {"torch", "transformers"} & set(sys.modules):
         return

@@ -122,7 +122,7 @@ def create_app(
         if tracing is not None:
             tracing.operations.update(api.operations)
     app.state.responses = store
-    prompts = Prompts(apis)
+    prompts = Prompts.of(apis)
     app.state.warmer = Warmer(models, prompts)
     app.include_router(prompt_routes(models, prompts, Explainer(models, config), app.state.warmer, config))
     app.include_router(adapter_routes(models, config))

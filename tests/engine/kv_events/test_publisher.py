@@ -187,9 +187,9 @@ def test_the_end_of_an_engine_is_announced(tmp_path: Path, router: Router) -> No
     of.ask(numbers(1, 30), 2)
     of.run()
     router.catch_up(router.next)
-    assert router.groups[0]
-    while of.engine.stats().kv_events.batches > router.next:
+    while not heard_all(router, of):
         router.hear()
+    assert router.groups[0]
     of.engine.stop()
     while router.groups:
         router.hear()

@@ -32,15 +32,15 @@ def model_of(template: str, context_limit: int = LIMIT, **fields: Any) -> Served
     runtime = FakeRuntime(800, context_limit)
     made = assemble(runtime, chat_tokenizer(template), CacheConfig(8, 1 << 20))
     return ServedModel(
-        "fake",
         800,
-        tokenizer,
         SamplingDefaults(),
         context_limit,
         8,
         made.engine,
         made.description,
         made.block_size,
+        name="fake",
+        tokenizer=tokenizer,
         **fields,
     )
 

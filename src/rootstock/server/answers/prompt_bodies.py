@@ -22,7 +22,7 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import MOST_OF_OWNER
 from rootstock.errors import InvalidParameter, RequestError, Unsupported, shown
-from rootstock.pipeline.model import PreparedChat, ServedModel
+from rootstock.pipeline.model import PromptModel, RenderedChat
 from rootstock.server.http.errors import ErrorForm, error_body, wrong_body
 from rootstock.server.wire.fields import ClosedWire, Wire
 from rootstock.server.wire.sender import Sender
@@ -51,7 +51,7 @@ class PreparedPrompt:
         return engine.namespace(self.salt, self.adapter)
 
     @staticmethod
-    def of_chat(chat: PreparedChat) -> PreparedPrompt:
+    def of_chat(chat: RenderedChat) -> PreparedPrompt:
         prompt = chat.prompt
         return PreparedPrompt(
             prompt.tokens,
@@ -80,7 +80,7 @@ class PromptReader(Generic[BodyT]):
     route: str  # the path of the route that answers such a body
     schema: type[BodyT]
     other_fields: frozenset[str]  # of the answer: known, and ignored here
-    prepare: Callable[[ServedModel, BodyT, Sender], PreparedPrompt]  # not for an event loop
+    prepare: Callable[[PromptModel, BodyT, Sender], PreparedPrompt]  # not for an event loop
     rename: Callable[[RequestError, BodyT], None]  # gives an error the client's name of a field
 
 
@@ -141,7 +141,7 @@ class ApiPrompt:
         schema: PromptSchema = self.body
         return schema.model
 
-    def prepare(self, model: ServedModel, sender: Sender) -> PreparedPrompt:
+    def prepare(self, model: PromptModel, sender: Sender) -> PreparedPrompt:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
         return self.reader.prepare(model, self.body, sender)
 
@@ -162,8 +162,12 @@ class ApiPrompt:
 class Prompts:
     """The table of the APIs whose bodies make prompts. A body without an API is one of the first in the table."""
 
-    def __init__(self, apis: Sequence[WireApi]) -> None:
-        self.readers = {name: reader for api in apis for name, reader in api.prompts.items()}
+    def __init__(self, readers: Mapping[str, PromptReader[Any]]) -> None:
+        self.readers = readers
+
+    @classmethod
+    def of(cls, apis: Sequence[WireApi]) -> Prompts:
+        return cls({name: reader for api in apis for name, reader in api.prompts.items()})
 
     def read(self, api: str | None, body: Any, at: Sequence[str | int] = (), whole: Any = None) -> ApiPrompt:
         """Checks a body. `at` is its place in `whole`, for the names of wrong fields.

@@ -35,6 +35,10 @@ class RecordCodes:
             raise InvalidOption("--remote-key-file", str(path), "a file of 32 to 4,096 bytes")
         return cls(key)
 
+    def derived(self, purpose: bytes) -> bytes:
+        """Returns 32 bytes for another purpose, of at most 16 bytes, from which the secret cannot be found."""
+        return hashlib.blake2b(self._key, digest_size=32, person=purpose).digest()
+
     def of(self, views: Iterable[memoryview]) -> bytes:
         code = hmac.new(self._key, digestmod="sha256")
         for view in views:

@@ -192,11 +192,7 @@ class RemoteTier:
                     for key, record, is_there in zip(keys, group, there, strict=True)
                     if not is_there
                 }
-                refusals = self._send(connection, new)
-                kept = [
-                    record.identity for key, record in zip(keys, group, strict=True) if key not in refusals
-                ]
-                self._place(connection, kept)
+                refusals = self._send(connection, new, [record.identity for record in group])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
@@ -219,11 +215,15 @@ class RemoteTier:
         return outcomes
 
     def _send(
-        self, connection: StoreConnection, new: Mapping[RecordKey, Encoded]
+        self,
+        connection: StoreConnection,
+        new: Mapping[RecordKey, Encoded],
+        identities: Sequence[Identity],
     ) -> dict[RecordKey, NotStored]:
-        """Sends records. Returns those that the server has refused, as a full one does."""
-        if not new:
-            return {}
+        """Sends records, the places of all identities, and the marks of their namespaces, in one exchange.
+
+        Returns the records that the server has refused, as a full one does. Their places are removed again.
+        """
         total_bytes = sum(encoded.stored_bytes for encoded in new.values())
         connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
         for key, encoded in new.items():
@@ -231,25 +231,21 @@ class RemoteTier:
             if self._codes is not None:
                 views = [*views, memoryview(self._codes.of(views))]
             connection.send_value([b"SET", self.name(b"r:", key)], views)
-        replies = connection.read_replies(len(new))
+        for each in identities:
+            connection.send_value([b"SADD", self.name(b"at:", each.parent)], [memoryview(place_of(each))])
+        spaces = {each.namespace for each in identities}
+        for space in spaces:
+            connection.send_value([b"SET", self.name(b"ns:", space)], [memoryview(b"1")])
+        replies = connection.read_replies(len(new) + len(identities) + len(spaces))
         refusals: dict[RecordKey, NotStored] = {}
-        for key, reply in zip(new, replies, strict=True):
+        for key, reply in zip(new, replies, strict=False):
             if isinstance(reply, StoreRefused):
                 why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
                 refusals[key] = NotStored(why, str(reply))
+        if refusals:
+            absent = [each for each in identities if each.key in refusals]
+            connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         return refusals
-
-    def _place(self, connection: StoreConnection, identities: Sequence[Identity]) -> None:
-        """Writes the places of records, and the marks of their namespaces."""
-        places = [[b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities]
-        marks = [
-            [b"SET", self.name(b"ns:", space), b"1"] for space in {each.namespace for each in identities}
-        ]
-        try:
-            if places:
-                connection.run([*places, *marks])
-        except StoreRefused as error:  # a full server: the next store of these records tries it again
-            _log.debug("The shared tier does not take places of records: %s", error)
 
     # -- loading -------------------------------------------------------------------------------------------------
 

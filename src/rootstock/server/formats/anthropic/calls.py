@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 from rootstock.errors import PromptTextTooLong
-from rootstock.pipeline.model import PreparedChat, ServedModel
+from rootstock.pipeline.model import PromptModel, ServedModel
 from rootstock.server.answers.prompt_bodies import PreparedPrompt
 from rootstock.server.formats.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.formats.anthropic.block_events import AnswerStyle
@@ -27,7 +27,8 @@ def messages_call(model: ServedModel, body: MessagesRequest, sender: Sender) -> 
     stop = body.stopping(body.max_tokens, model.vocab_size)
     owner = sender.owner(body.cache_salt)
     thought = body.thought()
-    conversation, chat, applied = _prepared(model, body, owner, _constraint(body), thought.budget_tokens)
+    conversation, applied = _edited(model, body, owner)
+    chat = model.prepared_chat(conversation, owner, _constraint(body), thought.budget_tokens)
     prompt_tokens = len(chat.prompt.tokens)
     hints = hints_of(body, sender.head, owner, chat.prompt.marks, chat.ignored)
     id = f"msg_{uuid.uuid4().hex}"
@@ -57,8 +58,9 @@ def messages_call(model: ServedModel, body: MessagesRequest, sender: Sender) -> 
 def counted_tokens(model: ServedModel, body: PromptFields, sender: Sender) -> Json:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    _, chat, applied = _prepared(model, body, sender.owner(body.cache_salt))
-    prompt_tokens = len(chat.prompt.tokens)
+    owner = sender.owner(body.cache_salt)
+    conversation, applied = _edited(model, body, owner)
+    prompt_tokens = len(model.rendered_chat(conversation, owner).prompt.tokens)
     counted: Json = {"input_tokens": prompt_tokens}
     if applied is not None:
         cleared = sum(edit["cleared_input_tokens"] for edit in applied)
@@ -66,34 +68,28 @@ def counted_tokens(model: ServedModel, body: PromptFields, sender: Sender) -> Js
     return counted
 
 
-def prepared_prompt(model: ServedModel, body: PromptFields, sender: Sender) -> PreparedPrompt:
+def prepared_prompt(model: PromptModel, body: PromptFields, sender: Sender) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     body.refuse_unsupported()
-    _, chat, _ = _prepared(model, body, sender.owner(body.cache_salt))
-    return PreparedPrompt.of_chat(chat)
+    owner = sender.owner(body.cache_salt)
+    conversation, _ = _edited(model, body, owner)
+    return PreparedPrompt.of_chat(model.rendered_chat(conversation, owner))
 
 
-def _prepared(
-    model: ServedModel,
-    body: PromptFields,
-    owner: PromptOwner,
-    asked: Constraint | None = None,
-    reasoning_budget: int | None = None,
-) -> tuple[Conversation, PreparedChat, list[Json] | None]:
-    """Returns the conversation after its edits, its prompt, and the edits; None if the body asks for none."""
+def _edited(
+    model: PromptModel, body: PromptFields, owner: PromptOwner
+) -> tuple[Conversation, list[Json] | None]:
+    """Returns the conversation after its edits, and the edits; None if the body asks for none."""
     conversation = body.conversation(model.model_tokenizer.template_names)
-    edits = body.edits()
 
     def count(counted: Conversation) -> int:
         try:
-            return len(model.prepared_chat(counted, owner).prompt.tokens)
+            return len(model.rendered_chat(counted, owner).prompt.tokens)
         except PromptTextTooLong as error:
             return error.limit_tokens + 1  # at least: the edits may bring it below the limit
 
-    found = edited(conversation, edits, count)
-    applied = None if body.context_management is None else list(map(dict, found.applied))
-    chat = model.prepared_chat(found.conversation, owner, asked, reasoning_budget)
-    return found.conversation, chat, applied
+    found = edited(conversation, body.edits(), count)
+    return found.conversation, None if body.context_management is None else list(map(dict, found.applied))
 
 
 def _constraint(body: MessagesRequest) -> Constraint | None:

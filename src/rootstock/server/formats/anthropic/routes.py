@@ -5,6 +5,7 @@ Headers such as `anthropic-version` and `anthropic-beta` may have any value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -59,5 +60,9 @@ def anthropic_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
         """Counts the tokens of a conversation's prompt."""
         return await models.run(body.model, request, lambda model: counted_tokens(model, body, sender))
 
+    return WireApi(router, anthropic_prompts(), {"/v1/messages": "chat"}, "/v1/messages", error_body)
+
+
+def anthropic_prompts() -> Mapping[str, PromptReader[CountTokensRequest]]:
     reader = PromptReader("/v1/messages", CountTokensRequest, _FIELDS, prepared_prompt, _rename)
-    return WireApi(router, {"messages": reader}, {"/v1/messages": "chat"}, "/v1/messages", error_body)
+    return {"messages": reader}

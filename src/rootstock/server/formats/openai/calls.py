@@ -11,7 +11,7 @@ import numpy as np
 
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
-from rootstock.pipeline.model import PreparedChat, ServedModel
+from rootstock.pipeline.model import PreparedChat, PromptModel, ServedModel
 from rootstock.server.answers.prompt_bodies import PreparedPrompt
 from rootstock.server.formats.openai.answers import ChoiceFormat, OpenAIFormat
 from rootstock.server.formats.openai.chat_answers import ChatFormat
@@ -102,13 +102,13 @@ def completion_call(model: ServedModel, body: CompletionRequest, sender: Sender)
     )
 
 
-def prepared_prompt(model: ServedModel, body: PromptRequest, sender: Sender) -> PreparedPrompt:
+def prepared_prompt(model: PromptModel, body: PromptRequest, sender: Sender) -> PreparedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     owner = sender.owner(body.cache_salt)
     if body.messages is not None:
-        chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), owner)
+        chat = model.rendered_chat(body.conversation(body.messages, model.model_tokenizer), owner)
         return PreparedPrompt.of_chat(chat)
     sent = _listed(body.prompt)
     if len(sent) != 1:

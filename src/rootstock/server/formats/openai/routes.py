@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -42,11 +44,15 @@ def openai_api(models: ModelRegistry, answerer: Answerer) -> WireApi:
     router.include_router(embedding_routes(models, answerer))
     router.include_router(tokenization_routes(models, answerer))
 
+    operations = {_CHAT: "chat", _COMPLETION: "text_completion", "/v1/embeddings": "embeddings"}
+    return WireApi(router, openai_prompts(), operations)
+
+
+def openai_prompts() -> Mapping[str, PromptReader[PromptRequest]]:
     def reader(route: str) -> PromptReader[PromptRequest]:
         return PromptReader(route, PromptRequest, _FIELDS, prepared_prompt, _rename)
 
-    operations = {_CHAT: "chat", _COMPLETION: "text_completion", "/v1/embeddings": "embeddings"}
-    return WireApi(router, {"chat": reader(_CHAT), "completions": reader(_COMPLETION)}, operations)
+    return {"chat": reader(_CHAT), "completions": reader(_COMPLETION)}
 
 
 def _rename(error: RequestError, body: PromptRequest | ChatCompletionRequest) -> None:

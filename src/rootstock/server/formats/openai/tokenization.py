@@ -113,7 +113,7 @@ def prompts_of(model: ServedModel, body: TokenizeRequest, sender: Sender) -> lis
         if body.add_special_tokens:
             raise Unsupported("add_special_tokens", "A chat template writes them itself.")
         conversation = body.conversation(body.messages, model.model_tokenizer)
-        return [model.prepared_chat(conversation, sender.owner(body.cache_salt)).prompt.tokens]
+        return [model.rendered_chat(conversation, sender.owner(body.cache_salt)).prompt.tokens]
     given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     refuse_more_than(MAX_PROMPTS, given, "prompt")
     for i, text in enumerate(given):

@@ -22,7 +22,7 @@ from rootstock.errors import (
     TooManyLogprobs,
     Unsupported,
 )
-from rootstock.pipeline.model import PreparedChat, ServedModel
+from rootstock.pipeline.model import PreparedChat, PromptModel, RenderedChat, ServedModel
 from rootstock.server.formats.responses.answers import Answering, CompactionFormat, ResponseFormat
 from rootstock.server.formats.responses.compaction import MAX_SUMMARY_TOKENS, TRIGGER, stays
 from rootstock.server.formats.responses.compaction import REQUEST as SUMMARY_REQUEST
@@ -128,12 +128,29 @@ class Responses:
             ignored_tools=tuple(prepared.tools.ignored),
         )
 
-    def chat(self, model: ServedModel, body: ResponseRequest) -> PreparedChat:
+    def rendered_chat(self, model: PromptModel, body: ResponseRequest) -> RenderedChat:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        return self._prepared(model, body).chat
+        return model.rendered_chat(self._read(model, body).conversation, self.sender.owner(body.cache_salt))
 
     def _prepared(self, model: ServedModel, body: ResponseRequest, *, compacts: bool = False) -> _Prepared:
         """Prepares a request's prompt. `compacts`: it asks for a compacted conversation."""
+        read = self._read(model, body, compacts=compacts)
+        constraint = None if read.summarizes else body.constraint()
+        owner = self.sender.owner(body.cache_salt)
+        chat = model.prepared_chat(read.conversation, owner, constraint, body.reasoning_budget())
+        effort = None if body.reasoning is None else body.reasoning.effort
+        if any(one.field == "reasoning.effort" for one in read.conversation.ignored):
+            effort = None
+        if read.summarizes:  # the conversation does not go on from its summary's request
+            chat = replace(chat, next_turn=None)
+        kept = None
+        if compacts:
+            stay = [item for item in (*read.history, *read.own) if stays(item, kind_of(item, "input"))]
+            kept = json.loads(json_text(stay, "input"))
+        return _Prepared(read.own, read.tools, effort, chat, read.summarizes, kept)
+
+    def _read(self, model: PromptModel, body: ResponseRequest, *, compacts: bool = False) -> _Read:
+        """Reads a request's conversation. `compacts`: it asks for a compacted one."""
         body.refuse_unsupported()
         own = self._own_items(body)
         wants_item = bool(own) and kind_of(own[-1], f"input[{len(own) - 1}]") == TRIGGER
@@ -157,21 +174,9 @@ class Responses:
         choice = tool_choice_of(asked_choice, tools, parallel=body.parallel_tool_calls is not False)
         options, ignored = body.template_options(model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options, ignored)
-        constraint = None if summarizes else body.constraint()
-        owner = self.sender.owner(body.cache_salt)
-        chat = model.prepared_chat(conversation, owner, constraint, body.reasoning_budget())
-        effort = None if body.reasoning is None else body.reasoning.effort
-        if any(one.field == "reasoning.effort" for one in ignored):
-            effort = None
-        if summarizes:  # the conversation does not go on from its summary's request
-            chat = replace(chat, next_turn=None)
-        kept = None
-        if compacts:
-            stay = [item for item in (*history, *own) if stays(item, kind_of(item, "input"))]
-            kept = json.loads(json_text(stay, "input"))
-        return _Prepared(own, tools, effort, chat, summarizes, kept)
+        return _Read(history, own, tools, conversation, summarizes)
 
-    def _unseal(self, model: ServedModel) -> Unseal:
+    def _unseal(self, model: PromptModel) -> Unseal:
         """Returns a function that opens the seals of one request. Raises PromptTextTooLong.
 
         A seal is compressed: a small body with one of them many times would hold gigabytes.
@@ -246,6 +251,15 @@ class Responses:
         except JsonTooComplex as error:
             raise HistoryTooLong(id, error.detail) from error
         return list(itertools.chain.from_iterable(parsed(text)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    history: Sequence[Any]  # items of stored responses
+    own: Sequence[Any]  # items of the request itself
+    tools: Toolbox
+    conversation: Conversation
+    summarizes: bool  # the answer is a summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 from fastapi import APIRouter, Query, Request
@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from rootstock.config import ServerConfig
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
-from rootstock.pipeline.model import ServedModel
+from rootstock.pipeline.model import PromptModel
 from rootstock.server.access.guard import SentBy
 from rootstock.server.answers.event_stream import Answerer
 from rootstock.server.answers.prompt_bodies import PreparedPrompt, PromptReader, WireApi
@@ -51,15 +51,28 @@ _POSTED = documented_errors(*MODEL_ROUTE)
 def responses_api(
     models: ModelRegistry, answerer: Answerer, config: ServerConfig, store: ResponseStore
 ) -> WireApi:
+    of = _responses_of(config, store)
+    routes = _response_routes(of, answerer, models)
+    return WireApi(routes, responses_prompts(config, store), {"/v1/responses": "chat"})
+
+
+def responses_prompts(
+    config: ServerConfig, store: ResponseStore
+) -> Mapping[str, PromptReader[ResponseRequest]]:
+    of = _responses_of(config, store)
+
+    def prepared(model: PromptModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
+        return PreparedPrompt.of_chat(of(sender).rendered_chat(model, body))
+
+    return {"responses": PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)}
+
+
+def _responses_of(config: ServerConfig, store: ResponseStore) -> Callable[[Sender], Responses]:
     def of(sender: Sender) -> Responses:
-        sealer = Sealer(store.sealing_key, sender.tenant)
+        sealer = Sealer(config.sealing_key or store.sealing_key, sender.tenant)
         return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
 
-    def prepared(model: ServedModel, body: ResponseRequest, sender: Sender) -> PreparedPrompt:
-        return PreparedPrompt.of_chat(of(sender).chat(model, body))
-
-    reader = PromptReader("/v1/responses", ResponseRequest, frozenset(), prepared, _rename)
-    return WireApi(_response_routes(of, answerer, models), {"responses": reader}, {"/v1/responses": "chat"})
+    return of
 
 
 def _response_routes(
@@ -97,7 +110,7 @@ def _response_routes(
     async def count(body: ResponseRequest, request: Request, sender: SentBy) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
-            chat = await models.run(body.model, request, lambda model: of(sender).chat(model, body))
+            chat = await models.run(body.model, request, lambda model: of(sender).rendered_chat(model, body))
         except RequestError as error:
             _rename(error, body)
             raise

@@ -1,0 +1,176 @@
+"""Prompts of requests, as a router sees them: the body of a request becomes token ids, without the model's weights.
+
+The router knows neither the path of a request nor its head, except for Authorization. It guesses the API by the
+fields of the body: a wrong guess costs a worse choice of the replica, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.public_heads import PublicHeads
+from rootstock.cache.resumable_blocks import BlockKeys, prefix_keys
+from rootstock.cache.types import Tokens
+from rootstock.config import Configuration
+from rootstock.errors import RequestError, Unauthorized
+from rootstock.pipeline.model import ChatRules, PromptModel
+from rootstock.runtime.select import import_transformers_alone
+from rootstock.server.access.guard import Keys
+from rootstock.server.answers.prompt_bodies import PromptReader, Prompts
+from rootstock.server.formats.anthropic.routes import anthropic_prompts
+from rootstock.server.formats.openai.routes import openai_prompts
+from rootstock.server.formats.responses.routes import responses_prompts
+from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.wire.sender import Sender
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
+from rootstock.text.prompts.tenant_salt import is_chosen_by_client
+from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+MOST_TOKENS = 2**20  # of a prompt; a replica refuses those that are longer than its model's limit
+_BLOCKS_OF_MESSAGES = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """The facts about a replica that its prompts' keys depend on."""
+
+    weights: str
+    kv_dtype: str
+    rope_regime: str
+    block_size: int
+    adapters: tuple[tuple[str, str], ...]  # names and fingerprints
+
+    @classmethod
+    def of(cls, namespace: Namespace, block_size: int, adapters: Mapping[str, str]) -> ReplicaFacts:
+        """Returns the facts about an engine with a namespace without a salt."""
+        named = tuple(sorted(adapters.items()))
+        return cls(namespace.weights, namespace.kv_dtype, namespace.rope_regime, block_size, named)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> ReplicaFacts:
+        return cls(**{**fields, "adapters": tuple((name, mark) for name, mark in fields["adapters"])})
+
+    def namespace(self, salt: str, model: str) -> Namespace:
+        """Returns the namespace of requests to a model or an adapter."""
+        return Namespace(
+            self.weights, self.kv_dtype, self.rope_regime, dict(self.adapters).get(model, ""), salt
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedPrompt:
+    """The prompt of a request that is to be routed."""
+
+    tokens: Tokens
+    salt: str = ""
+    model: str = ""  # as the client named it
+    public_tokens: int = 0
+
+    def keys(self, facts: ReplicaFacts) -> BlockKeys:
+        """Returns the keys of its blocks at a replica."""
+        scope = Scope(facts.namespace(self.salt, self.model), self.public_tokens)
+        return prefix_keys(self.tokens, scope, facts.block_size)
+
+
+UNKNOWN = RoutedPrompt(np.empty(0, np.int32))  # of a body that makes no prompt
+
+
+class PromptRouter:
+    """The prompts of one model's requests. Any thread may call `prompt`."""
+
+    def __init__(self, config: Configuration, tokenizer: ModelTokenizer) -> None:
+        """Raises InvalidOption."""
+        model, server = config.model, config.server
+        rules = ChatRules(
+            server.parse_special_tokens,
+            server.tool_parser,
+            server.drop_volatile,
+            refuses_media=server.media == "refuse",
+        )
+        longest = config.engine.context_limit or MOST_TOKENS
+        prompts = PromptTokenizer(tokenizer, longest, config.engine.answer_memory_bytes)
+        self._model = PromptModel(name=model.served_name or model.model, tokenizer=prompts, rules=rules)
+        store = ResponseStore.open(None, server.responses_budget_bytes)  # empty: replicas store responses
+        readers: dict[str, PromptReader[Any]] = {
+            **openai_prompts(),
+            **anthropic_prompts(),
+            **responses_prompts(server, store),
+        }
+        self._prompts = Prompts(readers)
+        self._keys = Keys(server)
+        self._public: PublicHeads | None = None
+        if server.public_prompts is not None:
+            self._public = public_heads(
+                read_public_prompts(server.public_prompts),
+                prompts,
+                parse=server.parse_special_tokens,
+                drop_volatile=server.drop_volatile,
+            )
+
+    @classmethod
+    def load(cls, config: Configuration) -> PromptRouter:
+        """Loads the tokenizer, without torch if this process has not imported it. Raises StartupError."""
+        model, server = config.model, config.server
+        import_transformers_alone()
+        directory = Path(model.model).expanduser()
+        tokenizer = HFTokenizer.load(
+            str(directory) if directory.is_dir() else model.model,
+            server.chat_template,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return cls(config, tokenizer)
+
+    def prompt(self, body: bytes, authorization: str) -> RoutedPrompt:
+        """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica says
+        what is wrong with it."""
+        try:
+            sent = json.loads(body)
+            if not isinstance(sent, dict):
+                return UNKNOWN
+            read = self._prompts.read(api_of(sent), sent)
+            made = read.prepare(self._model, Sender(self._tenant(authorization)))
+        except (RequestError, ValueError, RecursionError):
+            return UNKNOWN
+        except Exception:
+            log.exception("A request is routed without its prompt.")
+            return UNKNOWN
+        public = 0
+        if self._public is not None and not is_chosen_by_client(made.salt):
+            public = self._public.longest(made.tokens)
+        return RoutedPrompt(made.tokens, made.salt, read.model or "", public)
+
+    def _tenant(self, authorization: str) -> str:
+        if not self._keys.are_needed:
+            return ""
+        caller = self._keys.caller({b"authorization": authorization.encode("latin-1", "replace")})
+        return "" if isinstance(caller, Unauthorized) else caller.tenant
+
+
+def api_of(body: Mapping[str, Any]) -> str:
+    """Returns the name of the API that a body is for, as its fields say."""
+    if "messages" not in body:
+        return "completions" if "prompt" in body else "responses"
+    if "system" in body or "thinking" in body:
+        return "messages"
+    tools, messages = body.get("tools"), body["messages"]
+    if isinstance(tools, list) and any(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
+        return "messages"
+    if not isinstance(messages, list):
+        return "chat"
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    is_of_messages = any(
+        isinstance(block, dict) and block.get("type") in _BLOCKS_OF_MESSAGES for block in blocks
+    )
+    return "messages" if is_of_messages else "chat"
