@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ HERE = Path(__file__).parent
 REPLICAS = 3
 ENDS_WITHIN_S = 60.0
 MARK = "> "  # of a program's lines for its parent: libraries may print, too
+LAST_LINES = 40
 BARE = "single"  # one server, without a fleet
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -78,7 +80,9 @@ def started(policy: str, runtime: str = "oracle", *, shared: bool = False) -> It
         if policy == BARE and runtime == "torch":
             side = stack.enter_context(_torch_server(model))
         elif policy == BARE:
-            side = Side(stack.enter_context(_oracle_server(model, remote_url)), lambda: None, folder / STEPS)
+            side = Side(
+                stack.enter_context(_oracle_server(folder, model, remote_url)), lambda: None, folder / STEPS
+            )
         elif policy == "nginx":
             side = stack.enter_context(_behind_nginx(folder, model, remote_url))
         else:
@@ -103,8 +107,8 @@ def _torch_server(model: Path) -> Iterator[Side]:
 
 
 @contextlib.contextmanager
-def _oracle_server(model: Path, remote_url: Sequence[str]) -> Iterator[str]:
-    with _program(["fleet_replicas.py", str(model), *remote_url]) as process:
+def _oracle_server(folder: Path, model: Path, remote_url: Sequence[str]) -> Iterator[str]:
+    with _program(["fleet_replicas.py", str(model), *remote_url], folder) as process:
         yield _line_of(process)
         process.terminate()
 
@@ -112,7 +116,7 @@ def _oracle_server(model: Path, remote_url: Sequence[str]) -> Iterator[str]:
 @contextlib.contextmanager
 def _behind_nginx(folder: Path, model: Path, remote_url: Sequence[str]) -> Iterator[Side]:
     with ExitStack() as stack:
-        urls = [stack.enter_context(_oracle_server(model, remote_url)) for _ in range(REPLICAS)]
+        urls = [stack.enter_context(_oracle_server(folder, model, remote_url)) for _ in range(REPLICAS)]
         ports = {f"replica-{number}": int(url.rpartition(":")[2]) for number, url in enumerate(urls, 1)}
         with unused_port() as port:
             pass
@@ -129,7 +133,7 @@ def _on_ray(
     policy: str, runtime: str, folder: Path, model: Path, remote_url: Sequence[str]
 ) -> Iterator[Side]:
     command = ["ray_fleet.py", policy, runtime, str(REPLICAS), str(folder), str(model), *remote_url]
-    with _program(command) as process:
+    with _program(command, folder) as process:
 
         def restart() -> None:
             process.stdin.write("restart\n")
@@ -140,18 +144,29 @@ def _on_ray(
 
 
 @contextlib.contextmanager
-def _program(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts a program of this folder. Its input ends with the block, and after a while so does the program."""
+def _program(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Starts a program of this directory. Its input ends with the block, and after a while so does the program.
+
+    If the block fails, prints the end of what the program wrote: Ray says much about a replica that is killed.
+    """
     script, *arguments = command
-    with subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+", dir=folder, errors="replace") as said,
+        subprocess.Popen(
+            [sys.executable, str(HERE / script), *arguments],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        ) as process,
+    ):
         try:
             yield process
+        except BaseException:
+            said.seek(0)
+            print("".join(deque(said, LAST_LINES)), flush=True)
+            raise
         finally:
             assert process.stdin is not None
             process.stdin.close()
