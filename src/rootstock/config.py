@@ -759,6 +759,7 @@ class ServerConfig:
         TIME,
         advanced=True,
     )
+    response_id_prefix: str = ""  # digits with which a replica's ids of responses begin, for its router
     sealing_key: bytes | None = field(
         default=None, repr=False
     )  # of items that clients keep; None: the store's own

@@ -49,9 +49,11 @@ atexit.register(lambda: print("imported:", [n for n in {names} if sys.modules.ge
 """
 
 IMPORT_ALL = """
-import importlib, pkgutil
+import importlib, importlib.util, pkgutil
 import rootstock
 OF_RUNTIMES = ("rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels")
+if importlib.util.find_spec("ray") is None:
+    OF_RUNTIMES += ("rootstock.fleet.serve_app",)
 for module in pkgutil.walk_packages(rootstock.__path__, "rootstock."):
     if not module.name.startswith(OF_RUNTIMES):
         importlib.import_module(module.name)

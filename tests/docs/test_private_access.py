@@ -13,6 +13,9 @@ FOREIGN = {
     "_attn_implementation": "transformers: a configuration's way of attending",
     "_can_set_experts_implementation": "transformers: whether a model lets its experts' implementation be set",
     "_can_set_attn_implementation": "transformers: whether a model lets it be set",
+    "_init": "Ray: a handle that begins to hear of replicas before its first request",
+    "_replica": "Ray: the replica that a handle has chosen",
+    "_with_ingress_request_router": "Ray: an application whose router HAProxy asks",
     "_parameters": "torch: a module's own parameters, without those of its children",
 }
 

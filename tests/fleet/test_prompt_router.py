@@ -15,7 +15,7 @@ from rootstock.cache.keys import Scope
 from rootstock.cache.resumable_blocks import prefix_keys
 from rootstock.config import Configuration, ServerConfig
 from rootstock.engine.request import Request
-from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts, api_of
+from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts, api_of, rank_of, response_prefix
 from rootstock.option_table import configuration_of
 from server.conftest import Served, served_by_oracle
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
@@ -190,3 +190,22 @@ def test_apis_are_known_by_their_fields() -> None:
     for api, body in bodies(rng, tools=True):
         is_plain = set(body) == {"messages"} and api == "messages"
         assert api_of(body) == api or is_plain
+
+
+@pytest.mark.parametrize("rank", [0, 1, 63])
+def test_a_response_is_continued_where_it_is_stored(rank: int) -> None:
+    server = ServerConfig(aliases=(), response_id_prefix=response_prefix(rank))
+    tokenizer = chat_tokenizer("qwen3")
+    with served_by_oracle(server=server, tokenizer=tokenizer, vocab_size=800) as served:
+        body: Json = {"model": "fake", "input": "look up", "max_output_tokens": 1}
+        first = served.client.post(ROUTES["responses"], json=body).json()
+        body["previous_response_id"] = first["id"]
+        assert served.client.post(ROUTES["responses"], json=body).status_code == 200
+    assert PromptRouter(config(), tokenizer).prompt(json.dumps(body).encode(), "").rank == rank
+
+
+@pytest.mark.parametrize(
+    "id", [None, 7, "", "resp_", "resp_zz" + "0" * 30, "resp_" + "0" * 31, ["resp_" + "0" * 32]]
+)
+def test_ids_of_other_servers_name_no_replica(id: Any) -> None:
+    assert rank_of(id) is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
-@options.configured()
+@options.configured(hidden=True)
 def fleet(
     ctx: typer.Context,
     config: Configuration,
@@ -32,7 +32,7 @@ def fleet(
             metavar="N",
             rich_help_panel=FLEET,
             help="Number of replicas, or a range such as 2-8: more run while requests wait, or while caches evict "
-            "what was used minutes ago.",
+            "prefixes that were used minutes ago.",
         ),
     ] = "2",
     replicas_per_machine: Annotated[
@@ -67,7 +67,8 @@ def fleet(
 ) -> None:
     """Serve a model with several replicas behind one address. Requests go to the replica that has their beginning.
 
-    Needs the extra `fleet` (Ray Serve). Without --ray-address, SIGHUP restarts the replicas, one after another."""
+    It takes all options of `rootstock serve` for its replicas, too, but for --kv-events. Needs the extra `fleet`,
+    which is Ray Serve. Without --ray-address, SIGHUP restarts the replicas, one after another."""
     configure_logs(config.server.log_format, config.server.log_level, access=config.server.access_log)
     options.announce_misplaced(ctx)
     if config.engine.kv_events is not None:
@@ -99,4 +100,5 @@ def _until_the_end(running: RunningFleet, signals: queue.SimpleQueue[int]) -> No
             announce(error.message)
         else:
             announce("all replicas have been restarted")
-    announce("ending the replicas")
+    announce("ending the replicas (Ctrl-C again: at once)")
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -78,10 +78,11 @@ def _option(name: str) -> Option:
     return OPTIONS[FIELDS[name.replace("-", "_")]]
 
 
-def configured(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def configured(*names: str, hidden: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds options to a command, whose parameter `config` is then the configuration that they make.
 
-    Without names it adds all options, and those hidden that have their place in the section `advanced`.
+    Without names it adds all options, and those hidden that have their place in the section `advanced`. `hidden`: the
+    help shows none of them.
     """
     taken = {name.replace("-", "_"): _option(name) for name in names or FIELDS}
 
@@ -94,7 +95,7 @@ def configured(*names: str) -> Callable[[Callable[..., None]], Callable[..., Non
                 default=option.written_default,
                 annotation=Annotated[
                     option.form.type | None if option.written_default is None else option.form.type,
-                    parameter(option.name, hidden=option.advanced and not names),
+                    parameter(option.name, hidden=hidden or (option.advanced and not names)),
                 ],
             )
             for name, option in taken.items()

@@ -82,9 +82,10 @@ def _page(command: Any, path: str, prefix: str) -> str:
     parts = [f"## {path}", inspect.cleandoc(command.help), f"    {usage}"]
     panels: dict[str, list[str]] = {}
     advanced: list[str] = []  # that the command line accepts, but does not show
+    shows_options = any(not one.hidden and one.name in FIELDS for one in command.params)
     for parameter in command.params:
         if parameter.hidden:
-            if parameter.name in FIELDS:
+            if parameter.name in FIELDS and shows_options:
                 key = OPTIONS[FIELDS[parameter.name]].name
                 advanced.append(f"| `{key}` | {_default(parameter)} | {parameter.help} |")
             continue

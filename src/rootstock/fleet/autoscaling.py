@@ -1,4 +1,4 @@
-"""How many replicas a fleet needs: by its queue, and by how long its caches keep what they have computed."""
+"""The number of replicas that a fleet needs, by its queue and by the time that its caches keep a prefix."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class RoutedPrompt:
     salt: str = ""
     model: str = ""  # as the client named it
     public_tokens: int = 0
+    rank: int | None = None  # of the replica that has stored what the prompt continues
 
     def keys(self, facts: ReplicaFacts) -> BlockKeys:
         """Returns the keys of its blocks at a replica."""
@@ -132,12 +134,14 @@ class PromptRouter:
         return cls(config, tokenizer)
 
     def prompt(self, body: bytes, authorization: str) -> RoutedPrompt:
-        """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica says
-        what is wrong with it."""
+        """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica
+        answers with the error."""
         try:
             sent = json.loads(body)
             if not isinstance(sent, dict):
                 return UNKNOWN
+            if (rank := rank_of(sent.get("previous_response_id"))) is not None:
+                return replace(UNKNOWN, rank=rank)
             read = self._prompts.read(api_of(sent), sent)
             made = read.prepare(self._model, Sender(self._tenant(authorization)))
         except (RequestError, ValueError, RecursionError):
@@ -155,6 +159,19 @@ class PromptRouter:
             return ""
         caller = self._keys.caller({b"authorization": authorization.encode("latin-1", "replace")})
         return "" if isinstance(caller, Unauthorized) else caller.tenant
+
+
+def response_prefix(rank: int) -> str:
+    """Returns the digits with which a replica's ids of responses begin."""
+    return f"{rank % 256:02x}"
+
+
+def rank_of(response_id: Any) -> int | None:
+    """Returns the rank of the replica that has stored a response; None: the id is no such one."""
+    if not isinstance(response_id, str):
+        return None
+    found = re.fullmatch(r"resp_([0-9a-f]{2})[0-9a-f]{30}", response_id)
+    return None if found is None else int(found[1], 16)
 
 
 def api_of(body: Mapping[str, Any]) -> str:

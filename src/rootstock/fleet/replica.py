@@ -18,7 +18,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import EngineStats
 from rootstock.errors import StartupError
 from rootstock.fleet.policy import ReplicaReport
-from rootstock.fleet.prompt_keys import ReplicaFacts
+from rootstock.fleet.prompt_keys import ReplicaFacts, response_prefix
 from rootstock.fleet_config import KVEventsConfig
 from rootstock.runtime.host_memory import share_heaps
 from rootstock.runtime.model_files import locate
@@ -56,17 +56,18 @@ def load_model(config: Configuration) -> Assembly:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaPlace:
     """The place of a replica on its machine."""
 
     address: str  # of the machine, for routers on others
     number: int  # among the replicas of the machine
+    rank: int  # among all replicas
     most: int  # replicas on the machine
 
     def configured(self, config: Configuration) -> Configuration:
-        """Returns the configuration of a replica, with its part of what the machine has.
+        """Returns the configuration of a replica, with its part of the machine.
 
-        Budgets that were given are of each replica. What is left to the server, such as half of the free memory, is
+        Budgets that were given are of each replica. An automatic budget, such as half of the free memory, is
         divided among the replicas that the machine may have.
         """
         model, cache, engine, tier = config.model, config.cache, config.engine, config.tier
@@ -81,7 +82,8 @@ class Place:
                 engine = replace(engine, memory_limit_bytes=limit // self.most)
         if tier.disk_dir is not None:
             tier = replace(tier, disk_dir=tier.disk_dir / f"replica-{self.number}")
-        server = config.server
+        # A browser's session belongs to one server, and its requests may reach any replica.
+        server = replace(config.server, dashboard=False, response_id_prefix=response_prefix(self.rank))
         if server.responses_file is not None:
             file = server.responses_file
             server = replace(server, responses_file=file.with_name(f"{file.stem}-{self.number}{file.suffix}"))
@@ -91,7 +93,7 @@ class Place:
 class Replica:
     """A running replica. `close` belongs to the thread that made it."""
 
-    def __init__(self, config: Configuration, place: Place, load: Load = load_model) -> None:
+    def __init__(self, config: Configuration, place: ReplicaPlace, load: Load = load_model) -> None:
         """Loads the model and starts its engine. Raises StartupError."""
         share_heaps()
         sys.setswitchinterval(SWITCH_S)
@@ -115,7 +117,7 @@ class Replica:
         return ReplicaFacts.of(engine.namespace(), self.made.block_size, adapters)
 
     def close(self) -> None:
-        """Ends requests, writes what the tiers below do not have yet, and stops the engine."""
+        """Ends requests, writes the records that the tiers below do not have yet, and stops the engine."""
         self.made.engine.stop()
         self.web.state.responses.close()
         if self._tracing is not None:
@@ -145,7 +147,7 @@ def _free_addresses(address: str) -> KVEventsConfig:
 
 
 def sealed(config: Configuration) -> Configuration:
-    """Returns the configuration with a key by which each replica opens what another one has sealed.
+    """Returns the configuration with a key by which each replica opens the seals of the others.
 
     It is made of the secret of --remote-key-file, or else lasts as long as this fleet.
     """
@@ -179,13 +181,14 @@ class SpeedMeter:
 class TurnoverMeter:
     """Measurement of how often a cache evicts as many tokens as it holds."""
 
-    def __init__(self) -> None:
-        self._at_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at_s = clock()
         self._evicted = 0
 
     def per_s(self, cache: CacheStats) -> float:
         """Returns the turnovers per second since the last call."""
-        now_s, evicted = time.monotonic(), cache.evicted_tokens
+        now_s, evicted = self._clock(), cache.evicted_tokens
         turnovers = (evicted - self._evicted) / max(1, cache.total_blocks * cache.block_size)
         passed_s = max(1e-3, now_s - self._at_s)
         self._at_s, self._evicted = now_s, evicted

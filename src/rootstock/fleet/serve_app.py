@@ -30,13 +30,13 @@ from rootstock.fleet.event_listener import EventListener
 from rootstock.fleet.policy import Candidate, ReplicaReport, RoutingPolicy
 from rootstock.fleet.prefix_index import NoFreeSlot, PrefixIndex
 from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts
-from rootstock.fleet.replica import Load, Place, Replica, SpeedMeter, TurnoverMeter, load_model, sealed
+from rootstock.fleet.replica import Load, Replica, ReplicaPlace, SpeedMeter, TurnoverMeter, load_model, sealed
 from rootstock.fleet_config import FleetConfig
 from rootstock.option_table import configuration_of, values_of
 
 APPLICATION, ENGINE, ROUTER = "rootstock", "Engine", "Router"
 _TURNOVERS = "turnovers_per_s"
-_FACTS, _EVENTS, _REPLAY = "facts", "events", "replay"  # of a replica's metadata
+_FACTS, _EVENTS, _REPLAY, _RANK = "facts", "events", "replay", "rank"  # of a replica's metadata
 _STATS_PERIOD_S = 1.0
 _EXPECTED_TOKENS_PER_S = 2_000.0  # of a replica that has not measured its speed
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
@@ -44,7 +44,7 @@ _ROUTING_REQUESTS = 10_000  # at once, at one router
 _TOKENIZING_THREADS = 4
 _REQUESTS_BESIDE = 64  # such as requests for metrics, of one replica at once
 DEREGISTERING_S = 5.0  # in which HAProxy learns that a replica gets no requests any more
-_STOPPING_S = 30.0  # in which a replica writes what the tiers below do not have yet
+_STOPPING_S = 30.0  # in which a replica writes its records to the tiers below
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ class EngineReplica:
     def __init__(self, config: Configuration, plan: FleetPlan, load: Load) -> None:
         rank = serve.get_replica_context().rank
         address = "127.0.0.1" if plan.is_local else ray.util.get_node_ip_address()
-        place = Place(address, 0 if rank is None else rank.local_rank, plan.per_machine)
+        self._rank = 0 if rank is None else rank.rank
+        number = 0 if rank is None else rank.local_rank
+        place = ReplicaPlace(address, number, self._rank, plan.per_machine)
         self._replica = Replica(config, place, load)
         self._meter, self._turnovers = SpeedMeter(), TurnoverMeter()
 
@@ -79,6 +81,7 @@ class EngineReplica:
             _FACTS: dataclasses.asdict(facts),
             _EVENTS: events.endpoint,
             _REPLAY: events.replay_endpoint,
+            _RANK: self._rank,
         }
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -108,6 +111,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._listener: EventListener | None = None  # begins with the first replica
         self._slots: dict[ReplicaID, int] = {}
         self._facts: dict[ReplicaID, ReplicaFacts] = {}
+        self._ranks: dict[int, int] = {}  # by slot
         # By facts: while a fleet changes to another model, prompts have other keys at some replicas.
         self._policies: dict[ReplicaFacts, RoutingPolicy] = {}
 
@@ -137,6 +141,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         policy = self._policies.setdefault(facts, RoutingPolicy(self._index, facts.block_size))
         policy.add(slot, id.unique_id, _EXPECTED_TOKENS_PER_S)
         self._slots[id], self._facts[id] = slot, facts
+        self._ranks[slot] = known[_RANK]
         self._listener = self._listener or EventListener(self._index)
         self._listener.follow(slot, known[_EVENTS], known[_REPLAY])
 
@@ -175,6 +180,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
                 )
         if len(self._policies) > 1:
             ranked.sort(key=lambda found: found[0].cost_s)
+        if prompt.rank is not None:  # a stable sort: the others keep their order
+            ranked.sort(key=lambda found: self._ranks[found[0].slot] != prompt.rank)
         best, policy, keys = ranked[0]
         policy.assigned(best, keys, now_s)
         return [[of_slot[candidate.slot]] for candidate, _, _ in ranked]
@@ -247,7 +254,7 @@ def application(config: Configuration, plan: FleetPlan, load: Load) -> serve.App
     replicas = serve.deployment(
         serve.ingress()(EngineReplica),
         name=ENGINE,
-        # The engine has a queue of its own, and refuses what is too much with an error that clients understand.
+        # The engine has a queue of its own, and refuses further ones with an error that clients understand.
         max_ongoing_requests=at_once + _REQUESTS_BESIDE,
         ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
         max_replicas_per_node=plan.per_machine,

@@ -54,6 +54,7 @@ class Responses:
     store: TenantResponses
     sealer: Sealer
     most_bytes: int  # of a history, and of the items that references stand for: as much as a body may have
+    id_prefix: str = ""  # hexadecimal digits
 
     def call(self, model: ServedModel, body: ResponseRequest) -> ApiCall:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
@@ -75,7 +76,7 @@ class Responses:
         return self._call(model, body.model_copy(update={"store": False}), prepared)
 
     def _call(self, model: ServedModel, body: ResponseRequest, prepared: _Prepared) -> ApiCall:
-        hex = uuid.uuid4().hex
+        hex = self.id_prefix + uuid.uuid4().hex[len(self.id_prefix) :]
         top_logprobs = None if prepared.compacts else body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
         most_tokens = body.max_output_tokens

@@ -70,7 +70,9 @@ def responses_prompts(
 def _responses_of(config: ServerConfig, store: ResponseStore) -> Callable[[Sender], Responses]:
     def of(sender: Sender) -> Responses:
         sealer = Sealer(config.sealing_key or store.sealing_key, sender.tenant)
-        return Responses(sender, store.of(sender.salt), sealer, config.max_body_bytes)
+        return Responses(
+            sender, store.of(sender.salt), sealer, config.max_body_bytes, config.response_id_prefix
+        )
 
     return of
 
