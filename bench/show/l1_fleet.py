@@ -122,7 +122,7 @@ def judged(
         "cut_by_a_kill": sum(len(played.errors) for played in killed),
         "lost": sum(len(played.lost) for played in (*whole, *killed)),
     }
-    bars = {"different_answers": exactly(0), "lost": exactly(0)}
+    bars = {name: exactly(0) for name in ("different_answers", "errors_without_a_kill", "lost")}
     if "policies" in parts and {"ours", "prefix"} <= set(policies):
         ours, prefix = (
             [compared.mean(policy, figure) or 0.0 for figure in ("hit_rate", "ttft_p95_ms")]
