@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from balancers import balancer_command
 from waiting import unused_port, wait_for, wait_until
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+PROGRAMS = ("haproxy", "nginx")
 REPLICAS = ("replica-1", "replica-2")
 
 
@@ -82,44 +83,20 @@ class Balancer:
         return answer.text
 
 
-def haproxy(text: str, folder: Path) -> list[str]:
-    (folder / "haproxy.cfg").write_text(text)
-    return ["haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
-
-
-def nginx(text: str, folder: Path) -> list[str]:
-    text = f"daemon off;\npid {folder}/pid;\nerror_log stderr;\n" + text.replace(
-        "http {", f"http {{\n    access_log off;\n    client_body_temp_path {folder}/body;", 1
-    )
-    (folder / "nginx.conf").write_text(text)
-    return ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
-
-
-PROGRAMS: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
-    "haproxy": ("haproxy.cfg", haproxy),
-    "nginx": ("nginx.conf", nginx),
-}
-
-
 @contextmanager
 def running(program: str, folder: Path) -> Iterator[Balancer]:
     """Starts a program with its configuration, in which only addresses are replaced."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    file, command = PROGRAMS[program]
-    text = (DEPLOY / file).read_text()
     with ExitStack() as stack:
         replicas = {name: Replica(name) for name in REPLICAS}
-        for name, replica in replicas.items():
+        for replica in replicas.values():
             stack.callback(replica.close)
-            assert f"{name}:8000" in text
-            text = text.replace(f"{name}:8000", f"127.0.0.1:{replica.port}")
         with unused_port() as port:
             pass
-        text = text.replace("bind :8080", f"bind 127.0.0.1:{port}").replace(
-            "listen 8080", f"listen 127.0.0.1:{port}"
-        )
-        process = subprocess.Popen(command(text, folder), stderr=subprocess.DEVNULL)
+        ports = {name: replica.port for name, replica in replicas.items()}
+        command = balancer_command(program, port, ports, folder)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         stack.callback(process.wait)
         stack.callback(process.terminate)
         balancer = Balancer(f"http://127.0.0.1:{port}", replicas)
