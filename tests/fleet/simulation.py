@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from rootstock.fleet.policy import ReplicaReport, RoutingPolicy
 from rootstock.fleet.prefix_index import Keys, PrefixIndex
@@ -132,13 +133,14 @@ class Replica:
         return next((n for n, key in enumerate(keys) if key not in self.cache), len(keys))
 
     def _admit(self) -> None:
+        """Admits requests, but for those whose next block another one computes."""
         for prompt in list(self.waiting):
             matched = self._matched(prompt.keys)
             missing = prompt.keys[matched:]
             in_work = {key for each in self.running for key in each.keys[each.computed // BLOCK :]}
             pinned = {key for each in self.running for key in each.keys_after}
             if missing and missing[0] in in_work:
-                continue  # another one computes it
+                continue
             if (
                 len(self.running) >= self.fleet.max_batch
                 or len(pinned | set(prompt.keys_after)) > self.capacity
@@ -282,8 +284,6 @@ class _Client:
         self.in_flight = 0
         self.prompts: list[Prompt] = []
         self.left = load.teams * load.sessions * load.turns
-        self._keys = itertools.count(1)
-        self._named: dict[tuple[int, ...], int] = {}
         systems = [self._words(load.system_words, 0.03) for _ in range(load.teams)]
         for number in range(load.teams * load.sessions):
             team = number % load.teams
@@ -321,8 +321,7 @@ class _Client:
             begun.append(part)
             end += size
             while (len(names) + 1) * BLOCK <= end:
-                of = (*begun, len(names))
-                names.append(self._named.setdefault(of, random.Random(repr(of)).getrandbits(64) | 1))
+                names.append(xxhash.xxh3_64_intdigest(np.array((*begun, len(names)), np.int64).tobytes()))
         return names
 
     def _send_next(self) -> None:
