@@ -4,8 +4,9 @@ A process of its own publishes the events of all replicas through ZeroMQ, as eng
 stored, with their token ids, and 16 removed. This process has the index, the listener and the policy, and decides
 where prompts of 64 to 256 blocks go: half of each is cached on every replica, a part of the rest on one.
 
-    decision    from the moment that it is due, so that waiting for the interpreter's lock counts
-    dump        the same while replicas are read anew: all of their blocks are dropped, and come in one batch
+    decision    alone, and from the moment that it is due, so that waiting for the interpreter's lock counts
+    idle        the same with a sign of life of each replica only: what the machine allows
+    dumps       the same while a replica a second is read anew: all of its blocks are dropped, and come in one batch
     cpu         of the whole process, with decisions and without
     memory      the index, and the process before and after
 """
@@ -129,8 +130,10 @@ class Publishers:
 
 def publish(scale: Scale, ready: Event, begin: Event, lose: Event, end: Event) -> None:
     fleet = Publishers(scale)
-    ready.set()
     alive = 0
+    for replica in range(scale.replicas):
+        fleet.send(replica)
+    ready.set()
     while not begin.is_set():
         fleet.answer(500)
         for replica in range(scale.replicas):
@@ -221,9 +224,10 @@ def measure(scale: Scale, per_s: float) -> dict[str, Any]:
         wait_until(lambda: all(listener.is_known(slot) for slot in slots))
         figures: dict[str, Any] = {"read_all_s": round(time.monotonic() - began, 1)}
         decisions = Decisions(index, slots, scale)
-        begin.set()
-        time.sleep(2.0)
-        for phase in ("events", "dumps"):
+        for phase in ("idle", "events", "dumps"):
+            if phase == "events":
+                begin.set()
+                time.sleep(2.0)
             if phase == "dumps":
                 lose.set()
             decisions.cached, heard, began, used = 0, listener.stats, time.monotonic(), cpu_s()

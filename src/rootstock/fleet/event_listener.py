@@ -213,9 +213,13 @@ class EventListener:
         elif replica.is_known:
             if silent_s > SILENCE_S and not replica.live.poll(0):
                 raise _Lost(f"it has been silent for {silent_s:.1f} s")
-        elif now_s >= replica.next_ask_s and silent_s <= SILENCE_S:
-            if sum(each.asked is not None for each in self._followed.values()) < MOST_ASKED:
-                self._ask(replica, now_s)
+        elif now_s >= replica.next_ask_s and silent_s <= SILENCE_S and self._asked < MOST_ASKED:
+            self._ask(replica, now_s)
+
+    @property
+    def _asked(self) -> int:
+        """Number of replicas that are asked."""
+        return sum(replica.asked is not None for replica in self._followed.values())
 
     def _read(self, replica: _Followed, now_s: float) -> None:
         if replica.asked is None:

@@ -77,9 +77,14 @@ class _Replica:
         """Returns how many new tokens it got, recent ones first of all."""
         return self.new_tokens * math.exp((self.assigned_s - now_s) / LATELY_S)
 
-    def claimed(self, keys: Sequence[int], now_s: float) -> int:
-        """Returns how many of a prompt's first blocks are claimed. All blocks before a claimed one are claimed."""
-        return bisect_left(keys, True, key=lambda key: self.claims.get(key, now_s) <= now_s)
+    def claimed(self, keys: Sequence[int], cached: int, now_s: float) -> int:
+        """Returns how many of a prompt's first blocks are cached or claimed, if so many are cached.
+
+        All blocks before a claimed one are claimed."""
+        claims = self.claims
+        if cached == len(keys) or claims.get(keys[cached], now_s) <= now_s:
+            return cached
+        return bisect_left(keys, True, cached + 1, key=lambda key: claims.get(key, now_s) <= now_s)
 
     def claim(self, keys: Sequence[int], now_s: float, until_s: float) -> None:
         claims = self.claims
@@ -133,7 +138,7 @@ class RoutingPolicy:
         found = []
         for slot, got in zip(slots, lately, strict=True):
             replica = self._replicas[slot]
-            blocks = max(matched[slot], replica.claimed(of_blocks, now_s))
+            blocks = replica.claimed(of_blocks, matched[slot], now_s)
             cached = min(tokens, blocks * self._block_size)
             backlog_s = max(0.0, replica.busy_until_s - now_s)
             prefill_s = (tokens - cached) / replica.tokens_per_s
