@@ -59,7 +59,7 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
     pass
 
 
-class _Batch(msgspec.Struct, array_like=True):
+class _EventBatch(msgspec.Struct, array_like=True):
     """What is needed of a batch: token ids, most of its bytes, are skipped."""
 
     at_s: float  # seconds since the Unix epoch
@@ -112,7 +112,7 @@ class EventListener:
         self._followed: dict[int, _Followed] = {}  # by slot
         self._of_socket: dict[zmq.Socket[bytes], _Followed] = {}
         self._known = set[int]()
-        self._decoder = msgspec.msgpack.Decoder(_Batch)
+        self._decoder = msgspec.msgpack.Decoder(_EventBatch)
         self._batches = self._blocks = self._replays = self._losses = 0
         self._since_yield = 0  # blocks
         self._thread = threading.Thread(target=self._run, name="rootstock-event-listener", daemon=True)
@@ -266,12 +266,12 @@ class EventListener:
                 return self._read_anew(replica, now_s)
         return None
 
-    def _decoded(self, frames: Sequence[bytes]) -> tuple[int, _Batch]:
+    def _decoded(self, frames: Sequence[bytes]) -> tuple[int, _EventBatch]:
         if len(frames) != 3 or len(frames[1]) != 8:
             raise _Lost(f"a message of {len(frames)} parts is none of KV events")
         return int.from_bytes(frames[1], "big"), self._decoder.decode(frames[2])
 
-    def _take(self, replica: _Followed, number: int, batch: _Batch, now_s: float) -> None:
+    def _take(self, replica: _Followed, number: int, batch: _EventBatch, now_s: float) -> None:
         for event in batch.events:
             if isinstance(event, _Cleared):
                 self._index.cleared(replica.slot)
