@@ -91,6 +91,13 @@ def test_claims_end() -> None:
     assert all(each.cached_tokens == 0 for each in fleet.ranked(keys, 40 * BLOCK, 60.0))
 
 
+def test_claims_that_have_ended_are_forgotten() -> None:
+    fleet = Fleet(1)
+    for seed in range(50):
+        fleet.send(prompt(seed), 40 * BLOCK, 100.0 * seed)
+    assert len(fleet.policy._replicas[0].claims) <= 80
+
+
 def test_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "MOST_CLAIMED_BLOCKS", 100)
     fleet = Fleet(1)

@@ -32,7 +32,7 @@ REPEAT_WEIGHT = 0.25
 EVICTION_WEIGHT = 2.0
 LATELY_S = 30.0  # after which a new token counts a third of what it did
 CLAIM_FACTOR, CLAIM_S = 1.5, 0.5  # a claim lasts longer than the prefill is expected to take
-MOST_CLAIMED_BLOCKS = 16_384  # of a replica
+MOST_CLAIMED_BLOCKS = 4096  # of a replica
 ON_THE_WAY_S, MOST_ON_THE_WAY = 0.25, 256  # requests so new that a report may not count them
 WORK_SMOOTHING = 0.1  # weight of the newest request in a replica's mean
 
