@@ -271,6 +271,35 @@ def test_another_publisher_at_the_address_is_read_from_its_beginning(
     wait_until(lambda: [key for key in range(200) if has(index, slot, key)] == list(expected))
 
 
+def test_a_publisher_that_has_fewer_batches_than_were_heard_is_another_one(
+    replica: Publisher, slot: int, listener: EventListener, index: PrefixIndex
+) -> None:
+    replica.publish(stored(3))
+    wait_until(lambda: has(index, slot, 3))
+    replica.publish(stored(2), lost=True)
+    replica.answer = lambda first: [] if first else replica.kept(0)
+    replica.publish()
+    wait_until(lambda: listener.stats.losses == 1)
+    wait_until(lambda: listener.is_known(slot) and has(index, slot, 2))
+
+
+def test_an_answer_with_a_hole_is_not_taken(
+    replica: Publisher,
+    slot: int,
+    listener: EventListener,
+    index: PrefixIndex,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for key in (2, 3, 4):
+        replica.publish(stored(key), lost=True)
+    replica.answer = lambda first: [part for part in replica.kept(first) if part[0][-1] != 2]
+    replica.publish()
+    wait_until(lambda: "batch 3 came in place of batch 2" in caplog.text)
+    replica.answer = replica.kept
+    replica.publish()  # a sign of life
+    wait_until(lambda: listener.is_known(slot) and blocks_of(index, slot) == 4)
+
+
 def test_a_replica_that_has_published_nothing_is_known(
     replica: Publisher, listener: EventListener, index: PrefixIndex
 ) -> None:

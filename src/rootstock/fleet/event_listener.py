@@ -33,9 +33,11 @@ SILENCE_S = 5.0  # five heartbeats, after which nothing is known about a replica
 ANSWER_S = 5.0  # a dump waits for a step of the engine
 RETRY_S = 1.0  # between two attempts to read a replica
 TICK_S = 0.05  # between two looks at the clock and at commands
-PAUSE_S = 0.002  # between two turns: others get the interpreter's lock, and a turn finds several batches
-TURN_BLOCKS = 500  # about half a millisecond of work
+PAUSE_S = 0.002  # between two turns, so that a turn finds several batches
+YIELD_S = 0.0005  # after so many blocks, half a millisecond of work, others get the interpreter's lock
+TURN_BLOCKS = 500
 TURN_BATCHES = 50  # of one replica
+MOST_ASKED = 8  # replicas that are read from their beginning at once: a dump has megabytes
 QUEUED_BATCHES = 10_000  # of one replica, in ZeroMQ
 MOST_BYTES = 256 * 1024**2  # of a batch: ZeroMQ closes the connection on a larger one
 _PREFIXES = 0  # the group of the blocks up to which a request can resume
@@ -112,7 +114,7 @@ class EventListener:
         self._known = set[int]()
         self._decoder = msgspec.msgpack.Decoder(_EventBatch)
         self._batches = self._blocks = self._replays = self._losses = 0
-        self._since_pause = 0  # blocks
+        self._since_yield = 0  # blocks
         self._thread = threading.Thread(target=self._run, name="rootstock-event-listener", daemon=True)
         self._thread.start()
 
@@ -150,7 +152,7 @@ class EventListener:
                     for replica in self._followed.values():
                         self._guarded(replica, self._look)
                 if ready:
-                    self._pause()
+                    self._yield(PAUSE_S)
         except Exception:
             log.exception("KV events are heard no more.")
         finally:
@@ -204,14 +206,20 @@ class EventListener:
 
     def _look(self, replica: _Followed, now_s: float) -> None:
         silent_s = now_s - replica.heard_s
+        # What has arrived and was not read yet is no silence.
         if replica.asked is not None:
-            if now_s > replica.answer_due_s:
+            if now_s > replica.answer_due_s and not replica.asked.poll(0):
                 raise _Lost("it does not answer")
         elif replica.is_known:
-            if silent_s > SILENCE_S:
+            if silent_s > SILENCE_S and not replica.live.poll(0):
                 raise _Lost(f"it has been silent for {silent_s:.1f} s")
-        elif now_s >= replica.next_ask_s and silent_s <= SILENCE_S:
+        elif now_s >= replica.next_ask_s and silent_s <= SILENCE_S and self._asked < MOST_ASKED:
             self._ask(replica, now_s)
+
+    @property
+    def _asked(self) -> int:
+        """Number of replicas that are asked."""
+        return sum(replica.asked is not None for replica in self._followed.values())
 
     def _read(self, replica: _Followed, now_s: float) -> None:
         if replica.asked is None:
@@ -273,15 +281,15 @@ class EventListener:
                     part = np.array(event.block_hashes[start : start + TURN_BLOCKS], np.uint64)
                     change(replica.slot, part)
                     self._blocks += len(part)
-                    self._since_pause += len(part)
-                    if self._since_pause >= TURN_BLOCKS:
-                        self._pause()
+                    self._since_yield += len(part)
+                    if self._since_yield >= TURN_BLOCKS:
+                        self._yield(YIELD_S)
         self._batches += 1
         replica.next, replica.at_s, replica.heard_s = number + 1, batch.at_s, now_s
 
-    def _pause(self) -> None:
-        time.sleep(PAUSE_S)
-        self._since_pause = 0
+    def _yield(self, for_s: float) -> None:
+        time.sleep(for_s)
+        self._since_yield = 0
 
     def _ask(self, replica: _Followed, now_s: float) -> None:
         """Asks for the last batch again, which shows whether it is the same publisher, and for all after it."""

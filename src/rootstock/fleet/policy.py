@@ -1,10 +1,10 @@
-"""Where a request goes: to the replica at which it begins soonest, and which it costs least.
+"""Where a request goes: to the replica at which it begins soonest, and at which it costs the others least.
 
 The cost of a replica is in seconds: the prefill that was assigned to it and is not done, and the prompt's tokens that
-it has not cached, divided by its speed. Where its memory is full, each of these tokens evicts one that may be wanted
-again, so they weigh more. Replicas whose costs are nearly equal are ordered by the highest random weight of the
-prompt's first block and the replica's name: equal beginnings meet at the same replica, also across routers that do
-not know each other.
+it has not cached, divided by its speed. In the end each of these tokens evicts another one that may be wanted again,
+the sooner the more tokens a replica gets; so they weigh more where the replica has got more of them than others
+lately. Replicas whose costs are nearly equal are ordered by the highest random weight of the prompt's
+first block and the replica's name: equal beginnings meet at the same replica, also if several routers decide.
 
 A prompt that was just assigned counts as cached there (a claim) until its blocks are announced: sessions
 that begin at once meet where the first one went.
@@ -12,6 +12,7 @@ that begin at once meet where the first one went.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,12 +24,16 @@ import xxhash
 from rootstock.fleet.prefix_index import Keys, PrefixIndex
 
 NEAR_S = 0.02  # costs that differ by less are equal
+REPORT_VALID_S = 5.0  # after that, requests that were assigned may have ended
 RUNNING_S = 0.002  # cost of each running request: it slows down a new one
-FULL_WEIGHT = 1.0  # of an evicted token, beside the 1.0 of computing one
-FULL_FROM = 0.9  # share of memory in use above which new blocks evict others
+# Weights of a token that is computed. The prompt's own time: 1. The replica's, which others need:
+REPEAT_WEIGHT = 0.25
+# The token that it evicts, at a replica that gets as many new ones as others:
+EVICTION_WEIGHT = 2.0
+LATELY_S = 30.0  # after which a new token counts a third of what it did
 CLAIM_FACTOR, CLAIM_S = 1.5, 0.5  # a claim lasts longer than the prefill is expected to take
-MOST_CLAIMED_BLOCKS = 16_384  # of a replica
-ON_THE_WAY_S = 0.25  # from the assignment of a request to a report that counts it
+MOST_CLAIMED_BLOCKS = 4096  # of a replica
+ON_THE_WAY_S, MOST_ON_THE_WAY = 0.25, 256  # requests so new that a report may not count them
 WORK_SMOOTHING = 0.1  # weight of the newest request in a replica's mean
 
 
@@ -39,7 +44,6 @@ class ReplicaReport:
     waiting: int
     running: int
     tokens_per_s: float  # of prefill, as measured; 0.0: not yet
-    memory_use: float  # share of the KV cache's memory that holds blocks, cached ones included
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +55,41 @@ class Candidate:
     backlog_s: float  # until its prefill begins
     prefill_s: float
     cached_tokens: int  # announced or claimed
+    new_tokens: int
 
 
 @dataclass(slots=True)
 class _Replica:
     name: bytes
     tokens_per_s: float
-    memory_use: float = 0.0
-    running: int = 0  # as reported, and assigned since
+    running: int = 0  # requests, also waiting ones: as reported, and assigned since
+    reported_s: float = -math.inf
     busy_until_s: float = 0.0  # end of the prefill that was assigned to it
     work_s: float = 0.0  # mean prefill of a request
-    on_the_way: deque[tuple[float, float]] = field(  # assigned at, its prefill: seconds
-        default_factory=lambda: deque(maxlen=256)
+    assigned_s: float = -math.inf  # the last request
+    new_tokens: float = 0.0  # that it got lately, as of then
+    on_the_way: deque[tuple[float, float]] = field(  # when they were assigned, and their prefill: seconds
+        default_factory=lambda: deque(maxlen=MOST_ON_THE_WAY)
     )
-    claims: dict[int, float] = field(default_factory=dict)  # block's key to its end, oldest first
-    assigned_s: float = 0.0  # the last request
+    claims: dict[int, float] = field(default_factory=dict)  # a block's key to its end, oldest first
 
-    def claimed(self, keys: list[int], now_s: float) -> int:
-        """Returns how many of the first blocks are claimed. Each claim has all blocks before it."""
-        return bisect_left(keys, True, key=lambda key: self.claims.get(key, now_s) <= now_s)
+    def lately(self, now_s: float) -> float:
+        """Returns how many new tokens it got, recent ones first of all."""
+        return self.new_tokens * math.exp((self.assigned_s - now_s) / LATELY_S)
 
-    def claim(self, keys: list[int], now_s: float, for_s: float) -> None:
+    def claimed(self, keys: Sequence[int], cached: int, now_s: float) -> int:
+        """Returns how many of a prompt's first blocks are cached or claimed, if so many are cached.
+
+        All blocks before a claimed one are claimed."""
+        claims = self.claims
+        if cached == len(keys) or claims.get(keys[cached], now_s) <= now_s:
+            return cached
+        return bisect_left(keys, True, cached + 1, key=lambda key: claims.get(key, now_s) <= now_s)
+
+    def claim(self, keys: Sequence[int], now_s: float, until_s: float) -> None:
         claims = self.claims
         for key in reversed(keys):  # the first block is forgotten last
-            claims[key] = max(claims.pop(key, 0.0), now_s + for_s)
+            claims[key] = max(claims.pop(key, 0.0), until_s)
         ended = [key for key in islice(claims, 2 * len(keys)) if claims[key] <= now_s]
         for key in ended:
             del claims[key]
@@ -83,7 +98,7 @@ class _Replica:
 
 
 class RoutingPolicy:
-    """The decision for each request. It belongs to one thread, and reads no clock: `now_s` is on any one."""
+    """The decision for each request. It belongs to one thread, and reads no clock: `now_s` is the time on any one."""
 
     def __init__(self, index: PrefixIndex, block_size: int) -> None:
         self._index = index
@@ -100,53 +115,56 @@ class RoutingPolicy:
     def report(self, slot: int, report: ReplicaReport, now_s: float) -> None:
         """Corrects what was expected of a replica by what it reports."""
         replica = self._replicas[slot]
-        while replica.on_the_way and replica.on_the_way[0][0] < now_s - ON_THE_WAY_S:
-            replica.on_the_way.popleft()
-        coming_s = sum(work_s for _, work_s in replica.on_the_way)
+        on_the_way = replica.on_the_way
+        while on_the_way and on_the_way[0][0] < now_s - ON_THE_WAY_S:
+            on_the_way.popleft()
         if report.waiting:
             replica.busy_until_s = max(replica.busy_until_s, now_s + report.waiting * replica.work_s)
         elif not report.running:
+            coming_s = sum(prefill_s for _, prefill_s in on_the_way)
             replica.busy_until_s = min(replica.busy_until_s, now_s + coming_s)
-        replica.running = report.running + report.waiting + len(replica.on_the_way)
-        replica.memory_use = report.memory_use
+        replica.reported_s = now_s
+        replica.running = report.running + report.waiting + len(on_the_way)
         if report.tokens_per_s > 0:
             replica.tokens_per_s = report.tokens_per_s
 
     def ranked(self, keys: Keys, tokens: int, slots: Sequence[int], now_s: float) -> list[Candidate]:
-        """Returns the candidates, the best one first. `keys`: of the full blocks of the prompt, none if they are not
-        known; `tokens`: of the whole prompt."""
-        matched = self._index.matched(keys, slots)
-        of_blocks: list[int] = keys.tolist()
+        """Returns the candidates, the best one first.
+
+        `keys`: of the prompt's full blocks; none if they are not known. `tokens`: of the whole prompt."""
+        matched, of_blocks = self._index.matched(keys, slots), keys.tolist()
+        lately = [self._replicas[slot].lately(now_s) for slot in slots]
+        mean = max(1.0, sum(lately) / max(1, len(lately)))
         found = []
-        for slot in slots:
+        for slot, got in zip(slots, lately, strict=True):
             replica = self._replicas[slot]
-            blocks = max(matched[slot], replica.claimed(of_blocks, now_s))
+            blocks = replica.claimed(of_blocks, matched[slot], now_s)
             cached = min(tokens, blocks * self._block_size)
             backlog_s = max(0.0, replica.busy_until_s - now_s)
             prefill_s = (tokens - cached) / replica.tokens_per_s
-            weight = 1.0 + (FULL_WEIGHT if replica.memory_use > FULL_FROM else 0.0)
-            cost_s = backlog_s + weight * prefill_s + RUNNING_S * replica.running
-            found.append(Candidate(slot, cost_s, backlog_s, prefill_s, cached))
+            running_s = RUNNING_S * replica.running if now_s - replica.reported_s < REPORT_VALID_S else 0.0
+            cost_s = backlog_s + running_s + prefill_s * (1 + REPEAT_WEIGHT + EVICTION_WEIGHT * got / mean)
+            found.append(Candidate(slot, cost_s, backlog_s, prefill_s, cached, tokens - cached))
         found.sort(key=lambda candidate: candidate.cost_s)
         near = sum(candidate.cost_s <= found[0].cost_s + NEAR_S for candidate in found)
-        if near > 1:
-            found[:near] = sorted(found[:near], key=self._order(of_blocks))
-        return found
+        return sorted(found[:near], key=self._order(of_blocks)) + found[near:]
 
     def assigned(self, candidate: Candidate, keys: Keys, now_s: float) -> None:
         """Notes that a request goes to a candidate."""
         replica = self._replicas[candidate.slot]
-        replica.busy_until_s = max(replica.busy_until_s, now_s) + candidate.prefill_s
-        replica.work_s += WORK_SMOOTHING * (candidate.prefill_s - replica.work_s)
+        prefill_s = candidate.prefill_s
+        replica.busy_until_s = max(replica.busy_until_s, now_s) + prefill_s
+        replica.work_s += WORK_SMOOTHING * (prefill_s - replica.work_s)
         replica.running += 1
+        replica.new_tokens = replica.lately(now_s) + candidate.new_tokens
         replica.assigned_s = now_s
-        replica.on_the_way.append((now_s, candidate.prefill_s))
+        replica.on_the_way.append((now_s, prefill_s))
         replica.claim(
-            keys.tolist(), now_s, CLAIM_FACTOR * (candidate.backlog_s + candidate.prefill_s) + CLAIM_S
+            keys.tolist(), now_s, now_s + CLAIM_FACTOR * (candidate.backlog_s + prefill_s) + CLAIM_S
         )
 
-    def _order(self, keys: list[int]) -> Callable[[Candidate], float]:
-        """Returns the order of equal candidates: the first block's replica, or the one that has waited longest."""
+    def _order(self, keys: Sequence[int]) -> Callable[[Candidate], float]:
+        """Returns the order of equal candidates: by the first block, or the one that has waited longest."""
         if not keys:
             return lambda candidate: self._replicas[candidate.slot].assigned_s
         return lambda candidate: -xxhash.xxh3_64_intdigest(self._replicas[candidate.slot].name, keys[0])
