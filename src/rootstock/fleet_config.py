@@ -11,7 +11,7 @@ from rootstock.options import ValueForm, parse_seconds
 
 _ADDRESS = r"tcp://[^?#]+:\d{1,5}|ipc://[^?#]+"
 _MOST_PORT = 65_535  # ZeroMQ itself takes larger ones, and leaves out their upper bits
-_MOST_REPLICAS = 64  # of a fleet, which is as many as a router follows: larger ones are several fleets
+MOST_REPLICAS = 64  # of a fleet, which is as many as a router follows: larger ones are several fleets
 _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "[::1]", "localhost")
 
 
@@ -139,13 +139,22 @@ class FleetConfig:
     per_machine: int | None = None  # replicas; None: all on one machine, one on each of a cluster
     ray_address: str | None = None  # of a running cluster, or "auto"; None: Ray is started on this machine
 
+    def check(self, host: str) -> None:
+        """Refuses an address at which HAProxy does not reach the replicas. Raises InvalidOption."""
+        allowed: tuple[str, ...] = ("0.0.0.0", "::")
+        if self.ray_address is None:  # HAProxy asks replicas of its own machine at its local address
+            allowed = ("127.0.0.1", "localhost", *allowed)
+        if host not in allowed:
+            where = "a fleet on one machine" if self.ray_address is None else "--ray-address"
+            raise InvalidOption("--host", host, f"{' or '.join(allowed)} with {where}")
+
     @staticmethod
     def parse_replicas(text: str, option: str = "--replicas") -> tuple[int, int]:
         """Parses a number, or a range such as 2-8. Raises InvalidOption."""
         found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", text.strip())
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= least <= most <= _MOST_REPLICAS:
-            allowed = f"a number from 1 to {_MOST_REPLICAS}, or a range such as 2-8"
+        if not 1 <= least <= most <= MOST_REPLICAS:
+            allowed = f"a number from 1 to {MOST_REPLICAS}, or a range such as 2-8"
             raise InvalidOption(option, text, allowed)
         return least, most
 

@@ -15,7 +15,14 @@ from rootstock.cache.keys import Scope
 from rootstock.cache.resumable_blocks import prefix_keys
 from rootstock.config import Configuration, ServerConfig
 from rootstock.engine.request import Request
-from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts, api_of, rank_of, response_prefix
+from rootstock.fleet.prompt_keys import (
+    UNKNOWN,
+    PromptRouter,
+    ReplicaFacts,
+    api_of,
+    prefix_of,
+    response_prefix,
+)
 from rootstock.option_table import configuration_of
 from server.conftest import Served, served_by_oracle
 from text.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
@@ -128,7 +135,7 @@ def test_the_router_names_the_blocks_that_the_engine_names(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = chat_tokenizer(template)
-    router = PromptRouter(config(), tokenizer)
+    router = PromptRouter(config(), tokenizer, 4_096)
     rng = random.Random(template)
     compared = 0
     with served_by_oracle(tokenizer=tokenizer, vocab_size=800) as served:
@@ -152,7 +159,7 @@ def test_a_tenant_is_known_by_its_key_and_by_its_salt(
 ) -> None:
     server = ServerConfig(aliases=(), tenant_keys={"blue-key": "blue", "red-key": "red"})
     tokenizer = chat_tokenizer("qwen3")
-    router = PromptRouter(config(server), tokenizer)
+    router = PromptRouter(config(server), tokenizer, 4_096)
     found = set()
     with served_by_oracle(server=server, tokenizer=tokenizer, vocab_size=800) as served:
         asked, facts = Asked(served, monkeypatch), facts_of(served)
@@ -180,8 +187,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_body_that_makes_no_prompt_is_routed_without_one(body: bytes) -> None:
-    limited = replace(config(), engine=replace(config().engine, context_limit=4_096))
-    router = PromptRouter(limited, chat_tokenizer("qwen3"))
+    router = PromptRouter(config(), chat_tokenizer("qwen3"), 4_096)
     assert router.prompt(body, "Bearer \xff\r\n") is UNKNOWN
 
 
@@ -192,20 +198,31 @@ def test_apis_are_known_by_their_fields() -> None:
         assert api_of(body) == api or is_plain
 
 
-@pytest.mark.parametrize("rank", [0, 1, 63])
-def test_a_response_is_continued_where_it_is_stored(rank: int) -> None:
-    server = ServerConfig(aliases=(), response_id_prefix=response_prefix(rank))
+def test_a_response_is_continued_where_it_is_stored() -> None:
+    prefix = response_prefix("k3j9x2ab")
+    server = ServerConfig(aliases=(), response_id_prefix=prefix)
     tokenizer = chat_tokenizer("qwen3")
     with served_by_oracle(server=server, tokenizer=tokenizer, vocab_size=800) as served:
         body: Json = {"model": "fake", "input": "look up", "max_output_tokens": 1}
         first = served.client.post(ROUTES["responses"], json=body).json()
         body["previous_response_id"] = first["id"]
         assert served.client.post(ROUTES["responses"], json=body).status_code == 200
-    assert PromptRouter(config(), tokenizer).prompt(json.dumps(body).encode(), "").rank == rank
+    prompt = PromptRouter(config(), tokenizer, 4_096).prompt(json.dumps(body).encode(), "")
+    assert prompt.stored_by == prefix != response_prefix("another")
 
 
 @pytest.mark.parametrize(
     "id", [None, 7, "", "resp_", "resp_zz" + "0" * 30, "resp_" + "0" * 31, ["resp_" + "0" * 32]]
 )
 def test_ids_of_other_servers_name_no_replica(id: Any) -> None:
-    assert rank_of(id) is None
+    assert prefix_of(id) == ""
+
+
+def test_a_wrong_key_costs_no_work_and_a_key_elsewhere_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerConfig(aliases=(), tenant_keys={"blue-key": "blue"})
+    router = PromptRouter(config(server), chat_tokenizer("qwen3"), 4_096)
+    body = json.dumps({"messages": [{"role": "user", "content": "look up the word"}]}).encode()
+    assert len(router.prompt(body, "").tokens)
+    assert len(router.prompt(body, "Bearer blue-key").tokens)
+    monkeypatch.setattr("rootstock.fleet.prompt_keys.json.loads", None)
+    assert router.prompt(body, "Bearer wrong") is UNKNOWN

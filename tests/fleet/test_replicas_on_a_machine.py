@@ -15,7 +15,7 @@ from rootstock.config import Configuration, ServerConfig
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.errors import InvalidOption
 from rootstock.fleet.autoscaling import KEPT_S, wanted_replicas
-from rootstock.fleet.replica import ReplicaPlace, SpeedMeter, TurnoverMeter, sealed
+from rootstock.fleet.replica import OwnFiles, ReplicaPlace, SpeedMeter, TurnoverMeter, sealed
 from rootstock.fleet.running import SETTINGS
 from rootstock.fleet_config import FleetConfig, KVEventsConfig
 from rootstock.option_table import configuration_of, values_of
@@ -31,8 +31,8 @@ def config(**values: Any) -> Configuration:
 @pytest.mark.parametrize("most", [1, 2, 3, 64])
 def test_replicas_divide_what_was_not_given(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rootstock.fleet.replica.memory_limit", lambda asked, kind: 24 << 30)
-    alone = ReplicaPlace("127.0.0.1", 0, 0, 1).configured(config())
-    one = ReplicaPlace("127.0.0.1", most - 1, most - 1, most).configured(config())
+    alone = ReplicaPlace("127.0.0.1", "one", 1, 1).configured(config())
+    one = ReplicaPlace("127.0.0.1", "two", most, most).configured(config())
     assert one.cache.device_share == pytest.approx(1 / most)
     assert one.model.threads is not None
     assert alone.model.threads is not None
@@ -42,15 +42,29 @@ def test_replicas_divide_what_was_not_given(most: int, monkeypatch: pytest.Monke
 
 def test_what_was_given_is_of_each_replica() -> None:
     given = config(threads=3, budget_bytes=1 << 20, memory_limit_bytes=1 << 30)
-    one = ReplicaPlace("127.0.0.1", 1, 1, 4).configured(given)
+    one = ReplicaPlace("127.0.0.1", "one", 4, 4).configured(given)
     assert (one.model, one.cache, one.engine) == (given.model, given.cache, given.engine)
+
+
+def test_replicas_that_have_a_gpu_each_do_not_divide_its_memory() -> None:
+    one = ReplicaPlace("127.0.0.1", "one", 4, 1).configured(config())
+    assert one.cache.device_share == 1.0
 
 
 def test_replicas_have_files_of_their_own(tmp_path: Path) -> None:
     given = config(disk_dir=tmp_path, responses_file=tmp_path / "responses.sqlite")
-    made = [ReplicaPlace("127.0.0.1", number, number, 3).configured(given) for number in range(3)]
+    taken = [OwnFiles(given) for _ in range(3)]
+    made = [one.configured(given) for one in taken]
     assert len({one.tier.disk_dir for one in made}) == 3
     assert len({one.server.responses_file for one in made}) == 3
+    taken[1].release()  # as when its process ends
+    assert OwnFiles(given).configured(given).tier.disk_dir == made[1].tier.disk_dir
+    for one in taken:
+        one.release()
+
+
+def test_replicas_without_files_take_none() -> None:
+    assert OwnFiles(config()).configured(config()) == config()
 
 
 def stats(computed: int, forward_s: float, evicted: int = 0, waiting: int = 0) -> EngineStats:
@@ -139,7 +153,9 @@ def test_clusters_have_the_settings_of_a_fleet() -> None:
     cluster = yaml.safe_load((DEPLOY / "ray-cluster.yml").read_text())
     for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
         (start,) = (one for one in commands if "ray start" in one)
-        assert dict(re.findall(r"(RAY_(?:SERVE_|USAGE_|worker)\w+)=(\S+)", start)) == SETTINGS
+        found = dict(re.findall(r"(RAY_(?:SERVE_|USAGE_|worker)\w+)=(\S+)", start))
+        assert found.pop("RAY_SERVE_HAPROXY_SOCKET_PATH").startswith("$HOME/")
+        assert found == SETTINGS
     service = yaml.safe_load((DEPLOY / "kuberay.yml").read_text())["spec"]["rayClusterConfig"]
     for group in (service["headGroupSpec"], *service["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
@@ -152,10 +168,30 @@ def test_the_arguments_of_the_service_are_options() -> None:
     assert application["import_path"] == "rootstock.fleet.serve_app:fleet"
     given = {name: str(value) for name, value in application["args"].items()}
     FleetConfig.parse_replicas(given.pop("replicas"))
-    for name in ("routers", "replicas-per-machine"):
-        assert int(given.pop(name)) >= 1
+    assert int(given.pop("replicas-per-machine")) >= 1
     made = configuration_of(given.pop("model"), values_of(given))
     assert made.tier.remote is not None
     assert made.server.host == "0.0.0.0"
     with pytest.raises(InvalidOption):
         values_of({"max-btch": "7"})
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "is_right"),
+    [
+        *(("127.0.0.1", None, True), ("localhost", None, True), ("0.0.0.0", None, True), ("::", None, True)),
+        *(
+            ("10.0.0.5", None, False),
+            ("::1", None, False),
+            ("127.0.0.1", "auto", False),
+            ("0.0.0.0", "auto", True),
+        ),
+    ],
+)
+def test_haproxy_reaches_the_replicas(host: str, address: str | None, is_right: bool) -> None:
+    size = FleetConfig(ray_address=address)
+    if is_right:
+        size.check(host)
+        return
+    with pytest.raises(InvalidOption):
+        size.check(host)

@@ -54,7 +54,8 @@ def fleet(
             min=1,
             max=8,
             rich_help_panel=FLEET,
-            help="Processes that choose the replica of a request. With two, requests go on when one has failed.",
+            help="Processes that choose the replica of a request. With two, requests go on when one has failed. On a "
+            "cluster, RAY_SERVE_INGRESS_ROUTER_REPLICAS_PER_NODE says how many run on each machine with HAProxy.",
         ),
     ] = 1,
     ray_address: Annotated[
@@ -82,6 +83,7 @@ def fleet(
         raise InvalidOption("--port", "0", "a port from 1 to 65535 for a fleet")
     least, most = FleetConfig.parse_replicas(replicas)
     size = FleetConfig(least, most, routers, replicas_per_machine, ray_address)
+    size.check(config.server.host)
     if importlib.util.find_spec("ray") is None:
         raise StartupError("A fleet needs Ray Serve: pip install 'rootstock[fleet]'")
     from rootstock.fleet.running import start
@@ -93,8 +95,7 @@ def fleet(
         shown = replicas if least < most else f"{most}"
         print(f"Rootstock serves {config.model.model} with {shown} replicas at {running.url}/v1", flush=True)
         if ray_address is None:
-            for number in (*_ENDS, signal.SIGHUP):
-                signal.signal(number, lambda sent, _frame: signals.put(sent))
+            _collect(signals)
             _until_the_end(running, signals)
 
 
@@ -116,15 +117,24 @@ def _check(config: Configuration) -> None:
     listen(config.server.host, config.server.port).close()
 
 
+def _collect(signals: queue.SimpleQueue[int]) -> None:
+    """Has signals put into the queue, instead of ending the process."""
+    for number in (*_ENDS, signal.SIGHUP):
+        signal.signal(number, lambda sent, _frame: signals.put(sent))
+
+
 def _until_the_end(running: RunningFleet, signals: queue.SimpleQueue[int]) -> None:
     """Restarts the replicas at each SIGHUP, until another signal comes."""
     while signals.get() not in _ENDS:
         announce("restarting the replicas, one after another")
+        for number in _ENDS:  # a restart that does not end is given up
+            signal.signal(number, signal.default_int_handler)
         try:
             running.deploy()
         except StartupError as error:
             announce(error.message)
         else:
             announce("all replicas have been restarted")
+        _collect(signals)
     announce("ending the replicas (Ctrl-C again: at once)")
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,6 +43,7 @@ class ReplicaReport:
 
     waiting: int
     running: int
+    prefilling: int  # requests without a first token, also waiting ones
     tokens_per_s: float  # of prefill, as measured; 0.0: not yet
 
 
@@ -120,7 +121,7 @@ class RoutingPolicy:
             on_the_way.popleft()
         if report.waiting:
             replica.busy_until_s = max(replica.busy_until_s, now_s + report.waiting * replica.work_s)
-        elif not report.running:
+        elif not report.prefilling:  # as after requests that were refused or aborted
             coming_s = sum(prefill_s for _, prefill_s in on_the_way)
             replica.busy_until_s = min(replica.busy_until_s, now_s + coming_s)
         replica.reported_s = now_s

@@ -10,19 +10,21 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.resumable_blocks import BlockKeys, prefix_keys
 from rootstock.cache.types import Tokens
 from rootstock.config import Configuration
-from rootstock.errors import RequestError, Unauthorized
+from rootstock.errors import ModelFileInvalid, RequestError, Unauthorized
 from rootstock.pipeline.model import ChatRules, PromptModel
+from rootstock.runtime.model_config import context_limit
 from rootstock.runtime.select import import_transformers_alone
 from rootstock.server.access.guard import Keys
 from rootstock.server.answers.prompt_bodies import PromptReader, Prompts
@@ -38,7 +40,7 @@ from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 2**20  # of a prompt; a replica refuses those that are longer than its model's limit
+_PREFIX_DIGITS = 8
 _BLOCKS_OF_MESSAGES = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
 
 
@@ -77,31 +79,36 @@ class RoutedPrompt:
     salt: str = ""
     model: str = ""  # as the client named it
     public_tokens: int = 0
-    rank: int | None = None  # of the replica that has stored what the prompt continues
+    stored_by: str = ""  # with which the ids of responses begin at the replica that has stored the beginning
+    known_keys: dict[ReplicaFacts, BlockKeys] = field(default_factory=dict, repr=False)
 
     def keys(self, facts: ReplicaFacts) -> BlockKeys:
-        """Returns the keys of its blocks at a replica."""
+        """Returns the keys of its blocks at a replica. Slow for a long prompt; the second time is not."""
+        if (found := self.known_keys.get(facts)) is not None:
+            return found
         scope = Scope(facts.namespace(self.salt, self.model), self.public_tokens)
-        return prefix_keys(self.tokens, scope, facts.block_size)
+        found = self.known_keys[facts] = prefix_keys(self.tokens, scope, facts.block_size)
+        return found
 
 
-UNKNOWN = RoutedPrompt(np.empty(0, np.int32))  # of a body that makes no prompt
+NO_TOKENS = np.empty(0, np.int32)
+UNKNOWN = RoutedPrompt(NO_TOKENS)  # of a body that makes no prompt
 
 
 class PromptRouter:
     """The prompts of one model's requests. Any thread may call `prompt`."""
 
-    def __init__(self, config: Configuration, tokenizer: ModelTokenizer) -> None:
-        """Raises InvalidOption."""
+    def __init__(self, config: Configuration, tokenizer: ModelTokenizer, context_limit: int) -> None:
+        """`context_limit`: tokens of a prompt; replicas refuse longer ones. Raises InvalidOption."""
         model, server = config.model, config.server
+        self._most_tokens = min(context_limit, config.engine.context_limit or context_limit)
         rules = ChatRules(
             server.parse_special_tokens,
             server.tool_parser,
             server.drop_volatile,
             refuses_media=server.media == "refuse",
         )
-        longest = config.engine.context_limit or MOST_TOKENS
-        prompts = PromptTokenizer(tokenizer, longest, config.engine.answer_memory_bytes)
+        prompts = PromptTokenizer(tokenizer, self._most_tokens, config.engine.answer_memory_bytes)
         self._model = PromptModel(name=model.served_name or model.model, tokenizer=prompts, rules=rules)
         store = ResponseStore.open(None, server.responses_budget_bytes)  # empty: replicas store responses
         readers: dict[str, PromptReader[Any]] = {
@@ -126,52 +133,64 @@ class PromptRouter:
         model, server = config.model, config.server
         import_transformers_alone()
         directory = Path(model.model).expanduser()
-        tokenizer = HFTokenizer.load(
-            str(directory) if directory.is_dir() else model.model,
-            server.chat_template,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return cls(config, tokenizer)
+        place = str(directory) if directory.is_dir() else model.model
+        tokenizer = HFTokenizer.load(place, server.chat_template, trust_remote_code=model.trust_remote_code)
+        from transformers import PretrainedConfig
+
+        try:
+            limit, _ = context_limit(PretrainedConfig.get_config_dict(place)[0])
+        except (OSError, ValueError) as error:
+            raise ModelFileInvalid(place, "config.json", str(error)) from error
+        return cls(config, tokenizer, limit)
 
     def prompt(self, body: bytes, authorization: str) -> RoutedPrompt:
         """Renders and tokenizes: not for an event loop. A body that makes no prompt is UNKNOWN: its replica
         answers with the error."""
         try:
+            tenant = self._tenant(authorization)
+            if tenant is None:
+                return UNKNOWN
             sent = json.loads(body)
             if not isinstance(sent, dict):
                 return UNKNOWN
-            if (rank := rank_of(sent.get("previous_response_id"))) is not None:
-                return replace(UNKNOWN, rank=rank)
+            if stored_by := prefix_of(sent.get("previous_response_id")):
+                return RoutedPrompt(NO_TOKENS, stored_by=stored_by)
             read = self._prompts.read(api_of(sent), sent)
-            made = read.prepare(self._model, Sender(self._tenant(authorization)))
+            made = read.prepare(self._model, Sender(tenant))
         except (RequestError, ValueError, RecursionError):
             return UNKNOWN
         except Exception:
             log.exception("A request is routed without its prompt.")
+            return UNKNOWN
+        if len(made.tokens) > self._most_tokens:
             return UNKNOWN
         public = 0
         if self._public is not None and not is_chosen_by_client(made.salt):
             public = self._public.longest(made.tokens)
         return RoutedPrompt(made.tokens, made.salt, read.model or "", public)
 
-    def _tenant(self, authorization: str) -> str:
-        if not self._keys.are_needed:
+    def _tenant(self, authorization: str) -> str | None:
+        """Returns the tenant of a key; None: the key is wrong, and no work is done.
+
+        A key in another header is not seen here: its prompts meet by their first block."""
+        if not self._keys.are_needed or not authorization:
             return ""
+        if not self._keys.is_current:
+            self._keys.reload()
         caller = self._keys.caller({b"authorization": authorization.encode("latin-1", "replace")})
-        return "" if isinstance(caller, Unauthorized) else caller.tenant
+        return None if isinstance(caller, Unauthorized) else caller.tenant
 
 
-def response_prefix(rank: int) -> str:
+def response_prefix(name: str) -> str:
     """Returns the digits with which a replica's ids of responses begin."""
-    return f"{rank % 256:02x}"
+    return xxhash.xxh3_64(name.encode()).hexdigest()[:_PREFIX_DIGITS]
 
 
-def rank_of(response_id: Any) -> int | None:
-    """Returns the rank of the replica that has stored a response; None: the id is no such one."""
-    if not isinstance(response_id, str):
-        return None
-    found = re.fullmatch(r"resp_([0-9a-f]{2})[0-9a-f]{30}", response_id)
-    return None if found is None else int(found[1], 16)
+def prefix_of(response_id: Any) -> str:
+    """Returns the first digits of a response's id; "": it is no id."""
+    if isinstance(response_id, str) and re.fullmatch(r"resp_[0-9a-f]{32}", response_id):
+        return response_id[5 : 5 + _PREFIX_DIGITS]
+    return ""
 
 
 def api_of(body: Mapping[str, Any]) -> str:

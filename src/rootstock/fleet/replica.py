@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import socket
@@ -9,17 +10,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import IO
 
 from rootstock.cache.stats import CacheStats
 from rootstock.config import Configuration
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.memory_watch import memory_limit
 from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.sequence import Phase
 from rootstock.engine.stats import EngineStats
 from rootstock.errors import StartupError
 from rootstock.fleet.policy import ReplicaReport
 from rootstock.fleet.prompt_keys import ReplicaFacts, response_prefix
-from rootstock.fleet_config import KVEventsConfig
+from rootstock.fleet_config import MOST_REPLICAS, KVEventsConfig
 from rootstock.runtime.host_memory import share_heaps
 from rootstock.runtime.model_files import locate
 from rootstock.runtime.select import device_memory, leave_out_torch
@@ -60,9 +63,9 @@ class ReplicaPlace:
     """The place of a replica on its machine."""
 
     address: str  # of the machine, for routers on others
-    number: int  # among the replicas of the machine
-    rank: int  # among all replicas
+    name: str  # of the replica, unlike all others
     most: int  # replicas on the machine
+    sharing: int  # replicas that share its memory: those of the machine, or of one GPU
 
     def configured(self, config: Configuration) -> Configuration:
         """Returns the configuration of a replica, with its part of the machine.
@@ -75,29 +78,65 @@ class ReplicaPlace:
             cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
             model = replace(model, threads=max(1, cores // self.most))
         if cache.budget_bytes is None:
-            cache = replace(cache, device_share=cache.device_share / self.most)
+            cache = replace(cache, device_share=cache.device_share / self.sharing)
         if engine.memory_limit_bytes is None:
             limit = memory_limit(None, device_memory(model).kind)
             if limit is not None:
                 engine = replace(engine, memory_limit_bytes=limit // self.most)
-        if tier.disk_dir is not None:
-            tier = replace(tier, disk_dir=tier.disk_dir / f"replica-{self.number}")
         # A browser's session belongs to one server, and its requests may reach any replica.
-        server = replace(config.server, dashboard=False, response_id_prefix=response_prefix(self.rank))
-        if server.responses_file is not None:
-            file = server.responses_file
-            server = replace(server, responses_file=file.with_name(f"{file.stem}-{self.number}{file.suffix}"))
+        server = replace(config.server, dashboard=False, response_id_prefix=response_prefix(self.name))
         return replace(config, model=model, cache=cache, engine=engine, tier=tier, server=server)
 
 
+class OwnFiles:
+    """The directory and the file that a replica has for itself: the first ones that no other replica uses."""
+
+    def __init__(self, config: Configuration) -> None:
+        """Takes them. Raises StartupError."""
+        file = config.server.responses_file
+        folder = config.tier.disk_dir or (None if file is None else file.parent)
+        self.number = 0
+        self._lock: IO[bytes] | None = None  # open as long as the process runs
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for self.number in range(MOST_REPLICAS):
+                self._lock = (folder / f"replica-{self.number}.lock").open("wb")
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._lock.close()
+                else:
+                    return
+        except OSError as error:
+            raise StartupError(f"{folder} cannot be used: {error}") from error
+        raise StartupError(f"{folder} has no place for a further replica.")
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def configured(self, config: Configuration) -> Configuration:
+        """Returns the configuration with these files."""
+        tier, server = config.tier, config.server
+        if tier.disk_dir is not None:
+            tier = replace(tier, disk_dir=tier.disk_dir / f"replica-{self.number}")
+        if server.responses_file is not None:
+            file = server.responses_file
+            server = replace(server, responses_file=file.with_name(f"{file.stem}-{self.number}{file.suffix}"))
+        return replace(config, tier=tier, server=server)
+
+
 class Replica:
-    """A running replica. `close` belongs to the thread that made it."""
+    """A running replica."""
 
     def __init__(self, config: Configuration, place: ReplicaPlace, load: Load = load_model) -> None:
         """Loads the model and starts its engine. Raises StartupError."""
         share_heaps()
         sys.setswitchinterval(SWITCH_S)
-        config = place.configured(config)
+        self._files = OwnFiles(config)
+        config = place.configured(self._files.configured(config))
         server, tracing = config.server, None
         if server.traces:
             from rootstock.server.observe.tracing import open_tracing
@@ -122,6 +161,7 @@ class Replica:
         self.web.state.responses.close()
         if self._tracing is not None:
             self._tracing.close()
+        self._files.release()
 
 
 def _free_addresses(address: str) -> KVEventsConfig:
@@ -167,15 +207,15 @@ class SpeedMeter:
         self._tokens_per_s = 0.0  # of prefills; 0.0: none was measured
 
     def report(self, stats: EngineStats) -> ReplicaReport:
-        counters, cache = stats.counters, stats.cache
+        counters = stats.counters
         computed, forward_s = counters.computed_tokens - self._computed, counters.forward_s - self._forward_s
         # Decodes compute few tokens in a forward. Their seconds make prefills seem slow, so the speed falls slowly.
         if computed >= _LEAST_MEASURED_TOKENS and forward_s > 0:
             speed = computed / forward_s
             self._tokens_per_s = max(speed, _INERTIA * self._tokens_per_s + (1 - _INERTIA) * speed)
         self._computed, self._forward_s = counters.computed_tokens, counters.forward_s
-        use = cache.used_bytes / max(1, cache.budget_bytes)
-        return ReplicaReport(stats.waiting, stats.running, self._tokens_per_s, use)
+        prefilling = sum(count for phase, count in stats.phases.items() if phase is not Phase.DECODE)
+        return ReplicaReport(stats.waiting, stats.running, prefilling, self._tokens_per_s)
 
 
 class TurnoverMeter:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +35,9 @@ SETTINGS = {
     # When a replica comes or goes, HAProxy starts anew, and answers of its old process go on for as long.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    # In which the port of a replica that has ended is not used again. There are a thousand.
+    "RAY_SERVE_PORT_QUARANTINE_S": "120",
+    "RAY_SERVE_INGRESS_ROUTER_REPLICAS_PER_NODE": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # the replicas are the work
@@ -43,6 +49,8 @@ _FILES = {  # of HAProxy, in a directory of this fleet's own
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
+_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # of HAProxy's own pages
+_POLL_S = 0.2
 _LOGGING = {"log_level": "ERROR", "enable_access_log": False}
 _OBJECT_STORE_BYTES = 100 * 2**20  # Ray's least is 75 MiB; no object of a fleet is large
 
@@ -88,7 +96,16 @@ class RunningFleet:
         import ray
         from ray import serve
 
-        serve.shutdown()
+        from rootstock.fleet.serve_app import APPLICATION, stopping_s
+
+        with suppress(Exception):  # a cluster that has failed ends all the same
+            # Before HAProxy, which ends at once: answers are sent to their end.
+            serve.delete(APPLICATION, _blocking=False)
+            until = time.monotonic() + stopping_s(self._config)
+            while APPLICATION in serve.status().applications and time.monotonic() < until:
+                time.sleep(_POLL_S)
+        with suppress(Exception):
+            serve.shutdown()
         ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -103,6 +120,8 @@ def start(config: Configuration, fleet: FleetConfig, load: Load = load_model) ->
     if fleet.ray_address is None:
         folder = Path(tempfile.mkdtemp(prefix="rootstock-"))
         os.environ.update({name: str(folder / file) for name, file in _FILES.items()})
+        os.environ["RAY_SERVE_INGRESS_ROUTER_REPLICAS_PER_NODE"] = str(fleet.routers)
+        os.environ.update(dict(zip(_PORTS, map(str, _free_ports(len(_PORTS))), strict=True)))
     import ray
     from ray import serve
 
@@ -143,6 +162,14 @@ def _with_whole_paths(config: Configuration) -> Configuration:
     return Configuration(**parts | {"model": replace(parts["model"], model=model)})
 
 
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def _join(ray: Any, address: str | None, folder: Path | None) -> None:
     quiet: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True}
     try:
@@ -151,6 +178,7 @@ def _join(ray: Any, address: str | None, folder: Path | None) -> None:
             return
         ray.init(
             include_dashboard=False,
+            _node_ip_address="127.0.0.1",
             object_store_memory=_OBJECT_STORE_BYTES,
             _temp_dir=str(folder / "ray"),
             **quiet,
