@@ -111,7 +111,8 @@ class Replica:
 
     def report(self) -> ReplicaReport:
         speed = self.fleet.tokens_per_s
-        return ReplicaReport(len(self.waiting), len(self.running), speed)
+        prefilling = len(self.waiting) + sum(not prompt.is_prefilled for prompt in self.running)
+        return ReplicaReport(len(self.waiting), len(self.running), prefilling, speed)
 
     def step(self) -> None:
         self._admit()

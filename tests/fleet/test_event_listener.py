@@ -97,7 +97,7 @@ def test_the_index_has_the_blocks_of_each_engine(
     assert blocks_of(index, slots[0])
     engines[0].engine.stop()  # its memory ends with it
     wait_until(lambda: blocks_of(index, slots[0]) == 0)
-    assert knows(listener, index, slots[1], engines[1])
+    wait_until(lambda: knows(listener, index, slots[1], engines[1]))
     engines[1].engine.stop()
 
 

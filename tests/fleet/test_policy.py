@@ -164,8 +164,8 @@ def test_a_report_corrects_the_backlog() -> None:
         return {each.slot: each.backlog_s for each in fleet.ranked(NO_KEYS, 0, now_s)}
 
     before = backlogs(1.0)
-    fleet.policy.report(0, ReplicaReport(0, 0, 2 * SPEED), 1.0)  # it was faster
-    fleet.policy.report(1, ReplicaReport(30, 1, 0.0), 1.0)  # it is slower
+    fleet.policy.report(0, ReplicaReport(0, 4, 0, 2 * SPEED), 1.0)  # it was faster
+    fleet.policy.report(1, ReplicaReport(30, 1, 30, 0.0), 1.0)  # it is slower
     after = backlogs(1.0)
     assert after[0] == 0.0
     assert after[1] > before[1] > 0
@@ -175,7 +175,7 @@ def test_a_report_corrects_the_backlog() -> None:
 def test_a_report_does_not_count_what_is_on_the_way() -> None:
     fleet = Fleet(1)
     fleet.send(prompt(1), 40 * BLOCK, 1.0)
-    fleet.policy.report(0, ReplicaReport(0, 0, SPEED), 1.1)
+    fleet.policy.report(0, ReplicaReport(0, 0, 0, SPEED), 1.1)
     assert fleet.ranked(NO_KEYS, 0, 1.1)[0].backlog_s == pytest.approx(40 * BLOCK / SPEED - 0.1, abs=0.11)
 
 
@@ -190,7 +190,7 @@ def test_decisions_are_a_function_of_the_state(seed: int) -> None:
         number, blocks = rng.randrange(6), rng.randrange(41)
         keys, tokens = prompt(number)[:blocks], blocks * BLOCK + rng.randrange(BLOCK)
         act, slot = rng.random(), rng.randrange(4)
-        report = ReplicaReport(rng.randrange(4), rng.randrange(4), rng.choice([0.0, 1000.0, 9000.0]))
+        report = ReplicaReport(*(rng.randrange(4) for _ in range(3)), rng.choice([0.0, 1000.0, 9000.0]))
         ranks = []
         for fleet in pair:
             if act < 0.2:
