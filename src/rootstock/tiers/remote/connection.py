@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterable, Sequence
 
@@ -42,6 +43,7 @@ class StoreConnection:
         """Connects and authenticates. Raises StoreUnreachable."""
         self._timeout_s = config.timeout_s
         self._deadline = 0.0
+        self._limit_s = 0.0  # of the socket's calls
         self.used_at = 0.0  # by the system's clock: the beginning of the last exchange
         self._incoming = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
@@ -115,7 +117,7 @@ class StoreConnection:
                 left[first][:got] = self._buffer[self._at : self._at + got]
                 self._at += got
             else:
-                got = self._receive_into(left[first : first + _VIEWS_AT_ONCE])
+                got = self._receive_into(left[first : first + _VIEWS_AT_ONCE], socket.MSG_WAITALL)
             first = _advance(left, first, got)
 
     def end_value(self) -> None:
@@ -130,29 +132,47 @@ class StoreConnection:
         self._deadline = self.used_at + (self._timeout_s if seconds is None else seconds)
 
     def send_value(
-        self, command: Sequence[bytes], value_bytes: int, pieces: Iterable[Sequence[memoryview]]
+        self,
+        command: Sequence[bytes],
+        value_bytes: int,
+        pieces: Iterable[Sequence[memoryview]],
+        after: Sequence[bytes] = (),
     ) -> None:
-        """Sends a command whose last argument comes in pieces. Each is made when the ones before it were sent.
+        """Sends a command with an argument in pieces, and arguments after it. Each piece is made when the ones before
+        it were sent.
 
         Short pieces are sent with the next one. `read_replies` sends the last ones, and reads the reply.
         """
-        head = b"*%d\r\n" % (len(command) + 1)
+        head = b"*%d\r\n" % (len(command) + 1 + len(after))
         head += b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in command)
         self._unsent += head + b"$%d\r\n" % value_bytes
+        last: Sequence[memoryview] = ()
+        left = value_bytes
         for piece in pieces:
-            if sum(view.nbytes for view in piece) < _SHORT_BYTES:
+            piece_bytes = sum(view.nbytes for view in piece)
+            left -= piece_bytes
+            if last:
+                last = [*last, *piece]
+            elif piece_bytes < _SHORT_BYTES:
                 self._unsent += b"".join(piece)
+            elif left < _SHORT_BYTES:
+                last = piece  # goes with the end of the value in one call
             else:
                 self._flush(piece)
-        self._unsent += b"\r\n"
+        if last:
+            tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in after)
+            self._flush([*last, memoryview(tail)])
+            return
+        self._unsent += b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in after)
 
-    def send(self, commands: Sequence[Sequence[bytes]]) -> None:
-        """Sends commands. `read_replies` reads their replies."""
+    def send(self, commands: Sequence[Sequence[bytes]], *, at_once: bool = True) -> None:
+        """Sends commands, at once or with what is sent next. `read_replies` reads their replies."""
         for command in commands:
             self._unsent += b"*%d\r\n" % len(command)
             for argument in command:
                 self._unsent += b"$%d\r\n%b\r\n" % (len(argument), argument)
-        self._flush()
+        if at_once:
+            self._flush()
 
     def read_replies(self, count: int) -> list[Reply | StoreRefused]:
         """Reads the replies of so many commands; errors of the server are among them."""
@@ -174,7 +194,16 @@ class StoreConnection:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self._broken("it does not answer in time")
-        self._socket.settimeout(left)
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(left)
+            return self._socket
+        # The system's own time limit: with Python's one, a call ends whenever the system's buffer is full or empty,
+        # and a large payload takes many calls, each after a wait. It may be a tenth later than the deadline.
+        if not 0.9 * self._limit_s <= left <= self._limit_s:
+            self._limit_s = left
+            limit = struct.pack("ll", int(left), max(1, int(left % 1 * 1e6)))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         return self._socket
 
     def _broken(self, why: str) -> StoreUnreachable:
@@ -193,7 +222,7 @@ class StoreConnection:
             first = 0
             while first < len(views):
                 first = _advance(views, first, self._open().sendmsg(views[first : first + _VIEWS_AT_ONCE]))
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise self._broken("it does not take the data in time") from None
         except OSError as error:
             raise self._broken(str(error)) from error
@@ -204,15 +233,15 @@ class StoreConnection:
         self._buffer = self._buffer[self._at :] + self._incoming[:got]
         self._at = 0
 
-    def _receive_into(self, views: Sequence[memoryview]) -> int:
-        """Reads bytes that have arrived, at least one, and returns how many."""
+    def _receive_into(self, views: Sequence[memoryview], flags: int = 0) -> int:
+        """Reads bytes that have arrived, at least one, and returns how many. With MSG_WAITALL it may wait for all."""
         opened = self._open()
         try:
             if isinstance(opened, ssl.SSLSocket):
                 got = opened.recv_into(views[0])
             else:
-                got = opened.recvmsg_into(views)[0]
-        except TimeoutError:
+                got = opened.recvmsg_into(views, 0, flags)[0]
+        except (TimeoutError, BlockingIOError):
             raise self._broken("it does not answer in time") from None
         except OSError as error:
             raise self._broken(str(error)) from error
@@ -272,10 +301,12 @@ def _connected(config: RemoteConfig) -> socket.socket:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.settimeout(config.timeout_s)
         opened.connect(config.path)
+        opened.settimeout(None)  # see `_open`
         return opened
     opened = socket.create_connection((config.host, config.port), config.timeout_s)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not config.tls:
+        opened.settimeout(None)  # see `_open`
         return opened
     try:
         context = ssl.create_default_context(cafile=config.ca_file or None)

@@ -57,6 +57,9 @@ _log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # between two attempts to reach the server
 MOST_KNOWN = 200_000  # records that are in the index because of this tier
+# After so many stores of records that the server did not have, it is not asked for the next ones: the question takes
+# as long as a small record.
+_SURELY_NEW = 4
 _GROUP_BYTES = 16 * MIB  # stored in one exchange
 _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request waits for
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
@@ -109,6 +112,7 @@ class RemoteTier:
         self._gone = gone
         self._connect = connect
         self._prefix = (config.prefix + (f"{codes.name}:" if codes is not None else "")).encode()
+        self._new_in_a_row = 0  # stores of records that the server did not have
         self._lock = threading.Lock()
         self._idle: list[StoreConnection] = []
         self._known: OrderedDict[RecordKey, None] = OrderedDict()
@@ -185,24 +189,23 @@ class RemoteTier:
         keys = [record.identity.key for record in group]
         try:
             with self._connection() as connection:
-                connection.begin()
                 marks = self._marks_of(group)
-                connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
-                encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
-                replies = connection.read_replies(len(keys) + len(marks))
-                new: dict[RecordKey, OutgoingRecord] = {}
-                for key, record, is_there in zip(keys, encoded, replies, strict=False):
-                    if isinstance(is_there, StoreRefused):
-                        raise is_there
-                    if not is_there:
-                        new[key] = record
-                refusals = self._send(connection, new)
+                if self._new_in_a_row < _SURELY_NEW:
+                    new = self._unknown(connection, group, marks)
+                    marks = []
+                else:
+                    new = {each.identity.key: outgoing(each, self._new_proof()) for each in group}
+                refusals, stored_meanwhile = self._send(connection, marks, new)
                 absent = [each.identity for each in group if each.identity.key in refusals]
                 connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
             return [NotStored(Refusal.FAILED, str(error))] * len(group)
+        was_there = len(new) < len(set(keys)) or bool(stored_meanwhile)
+        self._new_in_a_row = 0 if was_there else self._new_in_a_row + 1
+        for key in stored_meanwhile:
+            del new[key]
         self._know(key for key in keys if key not in refusals)
         outcomes: list[StoreOutcome] = []
         for key in keys:
@@ -230,20 +233,45 @@ class RemoteTier:
         spaces = {each.namespace for each in identities}
         return [*places, *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces)]
 
+    def _unknown(
+        self, connection: StoreConnection, group: Sequence[Record], marks: Sequence[Sequence[bytes]]
+    ) -> dict[RecordKey, OutgoingRecord]:
+        """Writes the marks of records, and returns the records that the server does not have."""
+        connection.begin()
+        connection.send([*([b"EXISTS", self.name(RECORD_KIND, each.identity.key)] for each in group), *marks])
+        encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
+        new: dict[RecordKey, OutgoingRecord] = {}
+        replies = connection.read_replies(len(group) + len(marks))
+        for each, record, is_there in zip(group, encoded, replies, strict=False):
+            if isinstance(is_there, StoreRefused):
+                raise is_there
+            if not is_there:
+                new[each.identity.key] = record
+        return new
+
     def _send(
-        self, connection: StoreConnection, new: Mapping[RecordKey, OutgoingRecord]
-    ) -> dict[RecordKey, NotStored]:
-        """Sends records. Returns the ones that the server has refused, as a full one does."""
+        self,
+        connection: StoreConnection,
+        marks: Sequence[Sequence[bytes]],
+        new: Mapping[RecordKey, OutgoingRecord],
+    ) -> tuple[dict[RecordKey, NotStored], list[RecordKey]]:
+        """Sends marks and records. Returns the records that the server has refused, as a full one does, and the ones
+        that it had."""
         total_bytes = sum(record.stored_bytes for record in new.values())
         connection.begin(self._config.timeout_s + total_bytes / _LEAST_BYTES_PER_S)
+        connection.send(marks, at_once=False)
         for key, record in new.items():
-            connection.send_value([b"SET", self.name(RECORD_KIND, key)], record.stored_bytes, record.pieces())
-        refusals: dict[RecordKey, NotStored] = {}
-        for key, reply in zip(new, connection.read_replies(len(new)), strict=True):
+            command = [b"SET", self.name(RECORD_KIND, key)]
+            connection.send_value(command, record.stored_bytes, record.pieces(), [b"NX"])
+        refusals, stored = dict[RecordKey, NotStored](), list[RecordKey]()
+        replies = connection.read_replies(len(marks) + len(new))[len(marks) :]
+        for key, reply in zip(new, replies, strict=True):
             if isinstance(reply, StoreRefused):
                 why = Refusal.NO_ROOM if str(reply).startswith("OOM") else Refusal.FAILED
                 refusals[key] = NotStored(why, str(reply))
-        return refusals
+            elif reply is None:
+                stored.append(key)
+        return refusals, stored
 
     # -- loading -------------------------------------------------------------------------------------------------
 
