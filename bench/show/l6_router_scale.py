@@ -17,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import resource
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import numpy as np
 import zmq
 from common import argument_parser, at_least, at_most, conclude
 
-from rootstock.fleet.event_listener import EventListener
+from rootstock.fleet.event_listener import SWITCH_S, EventListener
 from rootstock.fleet.policy import RoutingPolicy
 from rootstock.fleet.prefix_index import Keys, PrefixIndex
 from waiting import wait_until
@@ -264,6 +265,7 @@ def measure(scale: Scale, per_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)  # as the router's process has it
     options = argument_parser(__doc__)
     options.add_argument("--replicas", type=int, default=64)
     options.add_argument("--blocks", type=int, default=1_300_000, help="of all replicas together")

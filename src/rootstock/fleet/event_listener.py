@@ -29,6 +29,7 @@ from rootstock.fleet.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.0002  # for a process that also decides: a decision waits so long for the interpreter's lock
 SILENCE_S = 5.0  # five heartbeats, after which nothing is known about a replica
 ANSWER_S = 5.0  # a dump waits for a step of the engine
 RETRY_S = 1.0  # between two attempts to read a replica

@@ -9,6 +9,7 @@ passes through Python twice. All that depends on the internals of Ray is in this
 import asyncio
 import dataclasses
 import math
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from rootstock.config import Configuration
 from rootstock.engine.stats import EngineStats
 from rootstock.errors import EngineStopped, InvalidOption, StartupError
 from rootstock.fleet.autoscaling import wanted_replicas
-from rootstock.fleet.event_listener import EventListener
+from rootstock.fleet.event_listener import SWITCH_S, EventListener
 from rootstock.fleet.policy import Candidate, ReplicaReport, RoutingPolicy
 from rootstock.fleet.prefix_index import NoFreeSlot, PrefixIndex
 from rootstock.fleet.prompt_keys import UNKNOWN, PromptRouter, ReplicaFacts, RoutedPrompt, response_prefix
@@ -210,6 +211,7 @@ class RouterReplica:
     """A process that answers where a request goes."""
 
     def __init__(self, engine: DeploymentHandle, config: Configuration) -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._engine = engine
         self._engine._init()  # begins to hear of replicas before the first request
         self._prompts = PromptRouter.load(config)
