@@ -61,19 +61,19 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
 
 
 class _EventBatch(msgspec.Struct, array_like=True):
-    """What is needed of a batch: token ids, most of its bytes, are skipped."""
+    """The part of a batch that the index needs: token ids, most of its bytes, are skipped."""
 
     at_s: float  # seconds since the Unix epoch
     events: list[_Stored | _Removed | _Cleared]
 
     @property
     def is_whole(self) -> bool:
-        """True if what was before it has no effect."""
+        """True if earlier batches have no effect after it."""
         return bool(self.events) and isinstance(self.events[0], _Cleared)
 
 
 class _Lost(Exception):
-    """Why nothing is known about a replica any more."""
+    """Reason for which nothing is known about a replica any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class EventListener:
         self._index.leave(slot)
 
     def _guarded(self, replica: _Followed, act: Callable[[_Followed, float], None]) -> None:
-        """Acts on one replica. Whatever is wrong with it is no matter of the others."""
+        """Acts on one replica. A fault of it does not reach the others."""
         now_s = time.monotonic()
         try:
             act(replica, now_s)

@@ -1,4 +1,4 @@
-"""Where a request goes: to the replica at which it begins soonest, and at which it costs the others least.
+"""Choice of a replica for a request: it begins soonest there, and costs the others least.
 
 The cost of a replica is in seconds: the prefill that was assigned to it and is not done, and the prompt's tokens that
 it has not cached, divided by its speed. In the end each of these tokens evicts another one that may be wanted again,
@@ -39,7 +39,7 @@ WORK_SMOOTHING = 0.1  # weight of the newest request in a replica's mean
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says about itself, about once a second."""
+    """The load of a replica, as it reports it about once a second."""
 
     waiting: int
     running: int
@@ -114,7 +114,7 @@ class RoutingPolicy:
         del self._replicas[slot]
 
     def report(self, slot: int, report: ReplicaReport, now_s: float) -> None:
-        """Corrects what was expected of a replica by what it reports."""
+        """Corrects the expected load of a replica by its report."""
         replica = self._replicas[slot]
         on_the_way = replica.on_the_way
         while on_the_way and on_the_way[0][0] < now_s - ON_THE_WAY_S:

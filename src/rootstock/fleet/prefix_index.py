@@ -1,4 +1,4 @@
-"""Which replicas have which blocks: a hash table from a block's key to a bit mask of replicas.
+"""Index of the blocks of all replicas: a hash table from a block's key to a bit mask of replicas.
 
 A dict of a million keys takes 140 bytes a key, and holds the interpreter's lock while a replica's keys are dropped.
 Two arrays with open addressing take 16 bytes a place. Single keys are read and written through memory views, about
