@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from rootstock.cache.stats import CacheStats
 from rootstock.config import Configuration, ServerConfig
+from rootstock.engine.sequence import Phase
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.errors import InvalidOption
 from rootstock.fleet.autoscaling import KEPT_S, wanted_replicas
@@ -67,31 +69,41 @@ def test_replicas_without_files_take_none() -> None:
     assert OwnFiles(config()).configured(config()) == config()
 
 
-def stats(computed: int, forward_s: float, evicted: int = 0, waiting: int = 0) -> EngineStats:
+@pytest.fixture(scope="module")
+def at_rest() -> EngineStats:
     with served_by_oracle() as served:
-        found = served.assembly.engine.stats()
-    cache = replace(found.cache, evicted_tokens=evicted)
-    return replace(
-        found,
-        cache=cache,
-        waiting=waiting,
-        counters=StepCounters(computed_tokens=computed, forward_s=forward_s),
-    )
+        return served.assembly.engine.stats()
 
 
-def test_the_speed_of_prefills_is_measured_and_decodes_do_not_spoil_it() -> None:
-    meter = SpeedMeter()
-    assert meter.report(stats(0, 0.0)).tokens_per_s == 0.0
-    assert meter.report(stats(4_000, 1.0, waiting=3)).tokens_per_s == pytest.approx(4_000)
-    assert meter.report(stats(4_100, 3.0)).tokens_per_s == pytest.approx(4_000)  # 100 decodes
-    slower = meter.report(stats(5_100, 4.0)).tokens_per_s
-    assert 1_000 < slower < 4_000
-    assert meter.report(stats(13_100, 5.0)).tokens_per_s == pytest.approx(8_000)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_speed_of_prefills_is_measured_beside_decodes(at_rest: EngineStats, seed: int) -> None:
+    """Steps take some time, and each prompt token takes some: the report has the second one, whatever the mix is."""
+    rng = random.Random(seed)
+    step_s, tokens_per_s = rng.uniform(0.002, 0.05), rng.uniform(300, 30_000)
+    meter, total = SpeedMeter(), StepCounters()
+    assert meter.report(replace(at_rest, counters=StepCounters())).tokens_per_s == 0.0
+    for second in range(30):
+        decodes = rng.randrange(1, 200)
+        prompts = 0 if second % 5 == 0 else rng.randrange(300, 3_000)
+        total.steps += decodes
+        total.sampled_tokens += decodes * 4
+        total.computed_tokens += decodes * 4 + prompts
+        total.forward_s += decodes * step_s + prompts / tokens_per_s
+        report = meter.report(replace(at_rest, counters=replace(total)))
+    # Where decodes take nearly all of the time, nothing is measured.
+    assert report.tokens_per_s in (0.0, pytest.approx(tokens_per_s, rel=0.01))
+    assert report.tokens_per_s or 30 * 200 * step_s * 0.2 > 1_000 / tokens_per_s
 
 
-def test_turnovers_are_evictions_by_capacity() -> None:
+def test_a_report_counts_requests_without_a_first_token(at_rest: EngineStats) -> None:
+    phases = {Phase.QUEUED: 2, Phase.PREFILL: 3, Phase.LOADING: 1, Phase.DECODE: 7}
+    report = SpeedMeter().report(replace(at_rest, waiting=2, running=11, phases=phases))
+    assert (report.waiting, report.running, report.prefilling) == (2, 11, 6)
+
+
+def test_turnovers_are_evictions_by_capacity(at_rest: EngineStats) -> None:
     meter = TurnoverMeter(iter((0.0, 10.0, 20.0)).__next__)
-    cache: CacheStats = stats(0, 0.0).cache
+    cache: CacheStats = at_rest.cache
     capacity = cache.total_blocks * cache.block_size
     assert meter.per_s(replace(cache, evicted_tokens=2 * capacity)) == pytest.approx(0.2)
     assert meter.per_s(replace(cache, evicted_tokens=2 * capacity)) == 0.0

@@ -35,7 +35,8 @@ Load = Callable[[Configuration], Assembly]
 
 SWITCH_S = 0.0002  # between two turns of threads: a long body holds a step up for as long
 _LEAST_MEASURED_TOKENS = 256  # of prompts between two measurements of the speed
-_INERTIA = 0.8  # of the speed
+_INERTIA = 0.9  # of the speed
+_LEAST_PREFILL_SHARE = 0.2  # of the time of steps with prompt tokens
 _FIRST_PORT, _LAST_PORT = 22_000, 30_000  # of KV events
 
 
@@ -199,23 +200,34 @@ def sealed(config: Configuration) -> Configuration:
 
 
 class SpeedMeter:
-    """Reports of one replica's load and speed."""
+    """Reports of one replica's load and speed.
+
+    Steps have a part that does not depend on their prompt tokens, such as their decodes. Steps without prompt tokens
+    show how long it is, and the rest of the time is of prefills.
+    """
 
     def __init__(self) -> None:
-        self._computed = 0
+        self._steps = self._prompt_tokens = 0
         self._forward_s = 0.0
-        self._tokens_per_s = 0.0  # of prefills; 0.0: none was measured
+        self._decode_step_s = 0.0
+        self._measured_tokens = self._measured_s = 0.0  # recent ones count more
 
     def report(self, stats: EngineStats) -> ReplicaReport:
         counters = stats.counters
-        computed, forward_s = counters.computed_tokens - self._computed, counters.forward_s - self._forward_s
-        # Decodes compute few tokens in a forward. Their seconds make prefills seem slow, so the speed falls slowly.
-        if computed >= _LEAST_MEASURED_TOKENS and forward_s > 0:
-            speed = computed / forward_s
-            self._tokens_per_s = max(speed, _INERTIA * self._tokens_per_s + (1 - _INERTIA) * speed)
-        self._computed, self._forward_s = counters.computed_tokens, counters.forward_s
+        steps, forward_s = counters.steps - self._steps, counters.forward_s - self._forward_s
+        prompt_tokens = counters.computed_tokens - counters.sampled_tokens - self._prompt_tokens
+        if steps > 0 and prompt_tokens <= 0:
+            self._decode_step_s = forward_s / steps
+        elif prompt_tokens >= _LEAST_MEASURED_TOKENS:
+            prefill_s = forward_s - steps * self._decode_step_s
+            if prefill_s > _LEAST_PREFILL_SHARE * forward_s:  # or else it is the error of the other part
+                self._measured_tokens = _INERTIA * self._measured_tokens + prompt_tokens
+                self._measured_s = _INERTIA * self._measured_s + prefill_s
+        self._steps, self._forward_s = counters.steps, counters.forward_s
+        self._prompt_tokens = counters.computed_tokens - counters.sampled_tokens
+        speed = self._measured_tokens / self._measured_s if self._measured_s > 0 else 0.0
         prefilling = sum(count for phase, count in stats.phases.items() if phase is not Phase.DECODE)
-        return ReplicaReport(stats.waiting, stats.running, prefilling, self._tokens_per_s)
+        return ReplicaReport(stats.waiting, stats.running, prefilling, speed)
 
 
 class TurnoverMeter:
