@@ -80,7 +80,7 @@ def test_the_speed_of_prefills_is_measured_beside_decodes(at_rest: EngineStats, 
     """Steps take some time, and each prompt token takes some: the report has the second one, whatever the mix is."""
     rng = random.Random(seed)
     step_s, tokens_per_s = rng.uniform(0.002, 0.05), rng.uniform(300, 30_000)
-    meter, total = SpeedMeter(), StepCounters()
+    meter, total, is_shown = SpeedMeter(), StepCounters(), False
     assert meter.report(replace(at_rest, counters=StepCounters())).tokens_per_s == 0.0
     for second in range(30):
         decodes = rng.randrange(1, 200)
@@ -89,10 +89,10 @@ def test_the_speed_of_prefills_is_measured_beside_decodes(at_rest: EngineStats, 
         total.sampled_tokens += decodes * 4
         total.computed_tokens += decodes * 4 + prompts
         total.forward_s += decodes * step_s + prompts / tokens_per_s
+        is_shown |= prompts / tokens_per_s > 0.3 * (decodes * step_s + prompts / tokens_per_s)
         report = meter.report(replace(at_rest, counters=replace(total)))
-    # Where decodes take nearly all of the time, nothing is measured.
+    assert report.tokens_per_s > 0 or not is_shown
     assert report.tokens_per_s in (0.0, pytest.approx(tokens_per_s, rel=0.01))
-    assert report.tokens_per_s or 30 * 200 * step_s * 0.2 > 1_000 / tokens_per_s
 
 
 def test_a_report_counts_requests_without_a_first_token(at_rest: EngineStats) -> None:
