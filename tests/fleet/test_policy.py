@@ -169,7 +169,17 @@ def test_a_report_corrects_the_backlog() -> None:
     after = backlogs(1.0)
     assert after[0] == 0.0
     assert after[1] > before[1] > 0
-    assert {each.slot: each.prefill_s for each in fleet.ranked(NO_KEYS, 4000, 1.0)} == {0: 0.5, 1: 1.0}
+    assert {each.slot: each.prefill_s for each in fleet.ranked(NO_KEYS, 4000, 1.0)} == {0: 0.5, 1: 0.5}
+
+
+def test_replicas_of_about_one_speed_are_equally_fast() -> None:
+    fleet = Fleet(4)
+    for slot, speed in enumerate((3000.0, 4000.0, 5000.0, 0.0)):
+        fleet.policy.report(slot, ReplicaReport(0, 0, 0, speed), 1.0)
+    assert {each.prefill_s for each in fleet.ranked(NO_KEYS, 4000, 1.0)} == {1.0}
+    fleet.policy.report(2, ReplicaReport(0, 0, 0, 40_000.0), 2.0)  # another kind of device
+    found = {each.slot: each.prefill_s for each in fleet.ranked(NO_KEYS, 4000, 2.0)}
+    assert found == {0: 1.0, 1: 1.0, 2: 0.1, 3: 1.0}
 
 
 def test_a_report_does_not_count_what_is_on_the_way() -> None:

@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import median
 
 import xxhash
 
 from rootstock.fleet.prefix_index import Keys, PrefixIndex
 
+ALIKE = 2.0  # speeds that differ by a smaller factor are equal
 NEAR_S = 0.02  # costs that differ by less are equal
 REPORT_VALID_S = 5.0  # after that, requests that were assigned may have ended
 RUNNING_S = 0.002  # cost of each running request: it slows down a new one
@@ -62,7 +64,8 @@ class Candidate:
 @dataclass(slots=True)
 class _Replica:
     name: bytes
-    tokens_per_s: float
+    tokens_per_s: float  # as compared with the others' measured speeds
+    measured: float = 0.0  # tokens per second; 0.0: none was reported
     running: int = 0  # requests, also waiting ones: as reported, and assigned since
     reported_s: float = -math.inf
     busy_until_s: float = 0.0  # end of the prefill that was assigned to it
@@ -127,7 +130,16 @@ class RoutingPolicy:
         replica.reported_s = now_s
         replica.running = report.running + report.waiting + len(on_the_way)
         if report.tokens_per_s > 0:
-            replica.tokens_per_s = report.tokens_per_s
+            replica.measured = report.tokens_per_s
+            self._compare_speeds()
+
+    def _compare_speeds(self) -> None:
+        """Takes replicas of about one speed for equally fast: measurements differ, and a prompt should not go to a
+        replica because it was measured at a good moment, or first."""
+        common = median(replica.measured for replica in self._replicas.values() if replica.measured)
+        for replica in self._replicas.values():
+            is_alike = common / ALIKE <= (replica.measured or common) <= common * ALIKE
+            replica.tokens_per_s = common if is_alike else replica.measured
 
     def ranked(self, keys: Keys, tokens: int, slots: Sequence[int], now_s: float) -> list[Candidate]:
         """Returns the candidates, the best one first.
