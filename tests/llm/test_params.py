@@ -78,7 +78,8 @@ def test_every_option_of_the_library_has_a_type() -> None:
 def test_every_field_of_the_configuration_is_an_option() -> None:
     configs = (ModelConfig, CacheConfig, EngineConfig, TierConfig, ServerConfig)
     names = {field.name for config in configs for field in fields(config)}
-    assert names == {*OPTIONS, "model", "device_share", "tenant_keys"}
+    of_fleets = {"response_id_prefix", "sealing_key"}
+    assert names == {*OPTIONS, *of_fleets, "model", "device_share", "tenant_keys"}
 
 
 def test_options_become_the_configuration() -> None:

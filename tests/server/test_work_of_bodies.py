@@ -130,7 +130,7 @@ def prepares() -> Iterator[Mapping[str, Prepare]]:
         CHAT: prepare_chat,
         COMPLETIONS: prepare_chat,
         MESSAGES: lambda body: messages_prompt(model, CountTokensRequest.model_validate(body), sender),
-        RESPONSES: lambda body: responses.chat(model, ResponseRequest.model_validate(body)),
+        RESPONSES: lambda body: responses.rendered_chat(model, ResponseRequest.model_validate(body)),
     }
     store.close()
 
