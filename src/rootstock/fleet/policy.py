@@ -32,6 +32,7 @@ RUNNING_S = 0.002  # cost of each running request: it slows down a new one
 REPEAT_WEIGHT = 0.25
 # The token that it evicts, at a replica that gets as many new ones as others:
 EVICTION_WEIGHT = 2.0
+FEW_TOKENS = 150.0  # got lately, which make no difference between replicas: at the start, one would be a lot
 LATELY_S = 30.0  # after which a new token counts a third of what it did
 CLAIM_FACTOR, CLAIM_S = 1.5, 0.5  # a claim lasts longer than the prefill is expected to take
 MOST_CLAIMED_BLOCKS = 4096  # of a replica
@@ -147,7 +148,7 @@ class RoutingPolicy:
         `keys`: of the prompt's full blocks; none if they are not known. `tokens`: of the whole prompt."""
         matched, of_blocks = self._index.matched(keys, slots), keys.tolist()
         lately = [self._replicas[slot].lately(now_s) for slot in slots]
-        mean = max(1.0, sum(lately) / max(1, len(lately)))
+        mean = FEW_TOKENS + sum(lately) / max(1, len(lately))
         found = []
         for slot, got in zip(slots, lately, strict=True):
             replica = self._replicas[slot]
@@ -156,7 +157,11 @@ class RoutingPolicy:
             backlog_s = max(0.0, replica.busy_until_s - now_s)
             prefill_s = (tokens - cached) / replica.tokens_per_s
             running_s = RUNNING_S * replica.running if now_s - replica.reported_s < REPORT_VALID_S else 0.0
-            cost_s = backlog_s + running_s + prefill_s * (1 + REPEAT_WEIGHT + EVICTION_WEIGHT * got / mean)
+            cost_s = (
+                backlog_s
+                + running_s
+                + prefill_s * (1 + REPEAT_WEIGHT + EVICTION_WEIGHT * (FEW_TOKENS + got) / mean)
+            )
             found.append(Candidate(slot, cost_s, backlog_s, prefill_s, cached, tokens - cached))
         found.sort(key=lambda candidate: candidate.cost_s)
         near = sum(candidate.cost_s <= found[0].cost_s + NEAR_S for candidate in found)
