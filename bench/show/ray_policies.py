@@ -116,7 +116,7 @@ router_app = FastAPI()
 
 @serve.ingress(router_app)
 class Chooser:
-    """What HAProxy asks where a request goes."""
+    """Router that HAProxy asks for the replica of a request."""
 
     def __init__(self, handle: Any) -> None:
         handle._init()

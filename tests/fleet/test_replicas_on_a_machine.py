@@ -1,4 +1,4 @@
-"""What replicas divide, what their number follows, and what the manifests of a fleet say."""
+"""Division of a machine among replicas, their number, and the manifests of a fleet."""
 
 from __future__ import annotations
 

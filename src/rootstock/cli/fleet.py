@@ -12,12 +12,12 @@ import typer
 from rootstock.cli import options
 from rootstock.cli.output import LoadProgress
 from rootstock.config import Configuration
-from rootstock.errors import InvalidOption, ModelUnsupported, StartupError
+from rootstock.engine.build import check_files
+from rootstock.errors import InvalidOption, StartupError
 from rootstock.fleet_config import FleetConfig
 from rootstock.logs import announce, configure_logs
 from rootstock.options import FLEET
-from rootstock.runtime.embedding_files import is_embedding_model
-from rootstock.runtime.model_files import check_configs, locate, weight_files
+from rootstock.runtime.model_files import locate
 
 if TYPE_CHECKING:
     from rootstock.fleet.running import RunningFleet
@@ -107,12 +107,7 @@ def _check(config: Configuration) -> None:
     model = config.model
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
-    if is_embedding_model(directory):
-        raise ModelUnsupported(
-            model.model, "it makes embeddings: 'rootstock serve' answers /v1/embeddings with it"
-        )
-    check_configs(model.model, directory)
-    weight_files(model.model, directory)
+    check_files(model.model, directory)
     Keys(config.server)
     listen(config.server.host, config.server.port).close()
 

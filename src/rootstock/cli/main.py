@@ -142,9 +142,7 @@ def run_server(config: Configuration) -> None:
         return
     leave_out_torch((model,))
     with LoadProgress() as progress:
-        defaults = SamplingDefaults()
-        if server.sampling_defaults == "model":
-            defaults = SamplingDefaults.of_model(model.model, directory)
+        defaults = SamplingDefaults.chosen(server.sampling_defaults, model.model, directory)
         made = build_engine(
             model,
             config.cache,

@@ -77,9 +77,7 @@ def loader(
             embedder = _load_embedder(one, directory, budget, generates=bool(generating))
             report("load", 1.0)
             return embedder
-        defaults = SamplingDefaults()
-        if config.server.sampling_defaults == "model":
-            defaults = SamplingDefaults.of_model(one.model.model, directory)
+        defaults = SamplingDefaults.chosen(config.server.sampling_defaults, one.model.model, directory)
         made = build_engine(
             one.model,
             replace(config.cache, budget_bytes=one.budget_bytes, device_share=one.kv_share / shares),

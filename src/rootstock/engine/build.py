@@ -154,11 +154,7 @@ def build_engine(
     directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
     # Reports broken files before the runtime's library is imported, and a missing tokenizer before minutes of loading
     # weights.
-    if is_embedding_model(directory):
-        reason = "it makes embeddings and no text: 'rootstock serve' answers /v1/embeddings with it"
-        raise ModelUnsupported(model.model, reason)
-    check_configs(model.model, directory)
-    weight_files(model.model, directory)
+    check_files(model.model, directory)
     check_architecture(model, directory)
     tokenizer = HFTokenizer.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     demands = Demands(
@@ -184,6 +180,17 @@ def build_engine(
         raise
     leave_to_engine_thread(model)
     return made
+
+
+def check_files(model: str, directory: Path) -> None:
+    """Checks that the files of a model that generates text are there. Imports no library of a runtime.
+
+    Raises ModelFileInvalid or ModelUnsupported."""
+    if is_embedding_model(directory):
+        reason = "it makes embeddings and no text: 'rootstock serve' answers /v1/embeddings with it"
+        raise ModelUnsupported(model, reason)
+    check_configs(model, directory)
+    weight_files(model, directory)
 
 
 def _memory_limit(model: ModelConfig, engine: EngineConfig | None) -> int | None:

@@ -34,6 +34,11 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
+    def chosen(cls, choice: str, model: str, directory: Path) -> SamplingDefaults:
+        """Returns the defaults that --sampling-defaults asks for: model or openai. Raises ModelFileInvalid."""
+        return cls.of_model(model, directory) if choice == "model" else cls()
+
+    @classmethod
     def of_model(cls, model: str, directory: Path) -> SamplingDefaults:
         """Reads generation_config.json, if there is one. Raises ModelFileInvalid."""
         if not (directory / GENERATION_CONFIG).exists():

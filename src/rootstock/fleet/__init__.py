@@ -1,1 +1,1 @@
-"""The router of several replicas: which of them has a prompt's beginning, and which is to compute the rest."""
+"""A fleet: replicas of a model behind one address, and the router that chooses one for each request."""

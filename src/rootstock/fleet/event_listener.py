@@ -207,7 +207,7 @@ class EventListener:
 
     def _look(self, replica: _Followed, now_s: float) -> None:
         silent_s = now_s - replica.heard_s
-        # What has arrived and was not read yet is no silence.
+        # Batches that have arrived and were not read yet are no silence.
         if replica.asked is not None:
             if now_s > replica.answer_due_s and not replica.asked.poll(0):
                 raise _Lost("it does not answer")

@@ -18,12 +18,11 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.keys import Namespace, Scope
-from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.resumable_blocks import BlockKeys, prefix_keys
 from rootstock.cache.types import Tokens
 from rootstock.config import Configuration
 from rootstock.errors import ModelFileInvalid, RequestError, Unauthorized
-from rootstock.pipeline.model import ChatRules, PromptModel
+from rootstock.pipeline.model import PromptModel
 from rootstock.runtime.model_config import context_limit
 from rootstock.runtime.select import import_transformers_alone
 from rootstock.server.access.guard import Keys
@@ -32,9 +31,9 @@ from rootstock.server.formats.anthropic.routes import anthropic_prompts
 from rootstock.server.formats.openai.routes import openai_prompts
 from rootstock.server.formats.responses.routes import responses_prompts
 from rootstock.server.formats.responses.store import ResponseStore
+from rootstock.server.models.registry import chat_rules, public_heads_of
 from rootstock.server.wire.sender import Sender
 from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.text.prompts.tenant_salt import is_chosen_by_client
 from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
@@ -102,14 +101,9 @@ class PromptRouter:
         """`context_limit`: tokens of a prompt; replicas refuse longer ones. Raises InvalidOption."""
         model, server = config.model, config.server
         self._most_tokens = min(context_limit, config.engine.context_limit or context_limit)
-        rules = ChatRules(
-            server.parse_special_tokens,
-            server.tool_parser,
-            server.drop_volatile,
-            refuses_media=server.media == "refuse",
-        )
         prompts = PromptTokenizer(tokenizer, self._most_tokens, config.engine.answer_memory_bytes)
-        self._model = PromptModel(name=model.served_name or model.model, tokenizer=prompts, rules=rules)
+        name = model.served_name or model.model
+        self._model = PromptModel(name=name, tokenizer=prompts, rules=chat_rules(server))
         store = ResponseStore.open(None, server.responses_budget_bytes)  # empty: replicas store responses
         readers: dict[str, PromptReader[Any]] = {
             **openai_prompts(),
@@ -118,14 +112,7 @@ class PromptRouter:
         }
         self._prompts = Prompts(readers)
         self._keys = Keys(server)
-        self._public: PublicHeads | None = None
-        if server.public_prompts is not None:
-            self._public = public_heads(
-                read_public_prompts(server.public_prompts),
-                prompts,
-                parse=server.parse_special_tokens,
-                drop_volatile=server.drop_volatile,
-            )
+        self._public = public_heads_of(server, prompts)
 
     @classmethod
     def load(cls, config: Configuration) -> PromptRouter:

@@ -45,9 +45,7 @@ def load_model(config: Configuration) -> Assembly:
     model, server = config.model, config.server
     directory = locate(model.model, with_code=model.trust_remote_code, progress=lambda stage, done: None)
     leave_out_torch((model,))
-    defaults = SamplingDefaults()
-    if server.sampling_defaults == "model":
-        defaults = SamplingDefaults.of_model(model.model, directory)
+    defaults = SamplingDefaults.chosen(server.sampling_defaults, model.model, directory)
     made = build_engine(
         model,
         config.cache,

@@ -18,6 +18,7 @@ from rootstock.config import Configuration
 from rootstock.errors import StartupError
 from rootstock.fleet.replica import Load, load_model, sealed
 from rootstock.fleet_config import FleetConfig
+from rootstock.server.http.listen import url_at
 
 if TYPE_CHECKING:
     from rootstock.fleet.serve_app import FleetPlan
@@ -61,9 +62,8 @@ class RunningFleet:
     def __init__(self, config: Configuration, plan: FleetPlan, load: Load, folder: Path | None) -> None:
         self._config, self._plan, self._load = config, plan, load
         self._folder = folder  # of files; None: the cluster is not ours
-        host, port = config.server.host, config.server.port
-        reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        self.url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+        host = config.server.host
+        self.url = url_at("127.0.0.1" if host in ("0.0.0.0", "::") else host, config.server.port)
 
     def __enter__(self) -> RunningFleet:
         return self

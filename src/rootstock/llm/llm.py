@@ -152,9 +152,7 @@ class LLM:
                 with_code=config.model.trust_remote_code,
                 progress=progress or (lambda stage, done: None),
             )
-            defaults = SamplingDefaults()
-            if sampling_defaults == "model":
-                defaults = SamplingDefaults.of_model(model, directory)
+            defaults = SamplingDefaults.chosen(sampling_defaults, model, directory)
             made = build_engine(
                 config.model,
                 config.cache,

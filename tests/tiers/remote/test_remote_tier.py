@@ -139,7 +139,7 @@ def test_a_record_under_the_key_of_another_one_is_a_miss(opened: Opened, store: 
 
 
 def test_a_record_in_the_order_of_a_disk_is_a_miss(opened: Opened, store: SharedStore) -> None:
-    """So were records of the shared server before `RECORD_KIND` had a number."""
+    """Records of the shared server had this order before `RECORD_KIND` had a number."""
     tier, client = opened(None), store.client()
     (record,) = records(1)
     client.run([[b"SET", name_of(tier, record.identity.key), b"".join(encode(record).views)]])

@@ -57,6 +57,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 def url_of(taken: socket.socket) -> str:
     host, port = taken.getsockname()[:2]
+    return url_at(host, port)
+
+
+def url_at(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig, Task
@@ -42,6 +43,7 @@ from rootstock.server.models.model_slots import (
 )
 from rootstock.text.limits import refuse_surrogates
 from rootstock.text.prompts.fingerprint import Fingerprints
+from rootstock.text.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.text.prompts.public_prompts import public_heads, read_public_prompts
 
 T = TypeVar("T")
@@ -50,25 +52,35 @@ LoadModel = Callable[[ServedModelConfig], Assembly | Embedder]
 _GONE_CHECK_S = 0.25  # between two looks whether the client of a waiting request has left
 
 
-def served_model(
-    made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
-) -> ServedModel:
-    """Makes the model of an engine. The caller starts and stops the engine. Raises InvalidOption."""
-    engine = made.engine
-    rules = ChatRules(
+def chat_rules(config: ServerConfig, own: ServedModelConfig | None = None) -> ChatRules:
+    """Returns the operator's rules for conversations with a model, which may have options of its own."""
+    return ChatRules(
         config.parse_special_tokens,
         config.tool_parser if own is None else own.tool_parser,
         config.drop_volatile,
         refuses_media=((own and own.media) or config.media) == "refuse",
     )
+
+
+def public_heads_of(config: ServerConfig, tokenizer: PromptTokenizer) -> PublicHeads | None:
+    """Returns the public heads of --public-prompts; None: there are none. Raises InvalidOption."""
+    if config.public_prompts is None:
+        return None
+    return public_heads(
+        read_public_prompts(config.public_prompts),
+        tokenizer,
+        parse=config.parse_special_tokens,
+        drop_volatile=config.drop_volatile,
+    )
+
+
+def served_model(
+    made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
+) -> ServedModel:
+    """Makes the model of an engine. The caller starts and stops the engine. Raises InvalidOption."""
+    engine, rules = made.engine, chat_rules(config, own)
     model = ServedModel.of(made, rules, None if own is None else own.name, fingerprints=fingerprints)
-    if config.public_prompts is not None:
-        engine.public_heads = public_heads(
-            read_public_prompts(config.public_prompts),
-            model.tokenizer,
-            parse=config.parse_special_tokens,
-            drop_volatile=config.drop_volatile,
-        )
+    engine.public_heads = public_heads_of(config, model.tokenizer)
     if config.dashboard:
         engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
     if engine.constraints is not None:

@@ -143,9 +143,9 @@ class StoreConnection:
 
         Short pieces are sent with the next one. `read_replies` sends the last ones, and reads the reply.
         """
-        head = b"*%d\r\n" % (len(command) + 1 + len(after))
-        head += b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in command)
-        self._unsent += head + b"$%d\r\n" % value_bytes
+        self._unsent += (
+            b"*%d\r\n" % (len(command) + 1 + len(after)) + _encoded(command) + b"$%d\r\n" % value_bytes
+        )
         last: Sequence[memoryview] = ()
         left = value_bytes
         for piece in pieces:
@@ -159,18 +159,16 @@ class StoreConnection:
                 last = piece  # goes with the end of the value in one call
             else:
                 self._flush(piece)
+        end = b"\r\n" + _encoded(after)
         if last:
-            tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in after)
-            self._flush([*last, memoryview(tail)])
-            return
-        self._unsent += b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in after)
+            self._flush([*last, memoryview(end)])
+        else:
+            self._unsent += end
 
     def send(self, commands: Sequence[Sequence[bytes]], *, at_once: bool = True) -> None:
         """Sends commands, at once or with what is sent next. `read_replies` reads their replies."""
         for command in commands:
-            self._unsent += b"*%d\r\n" % len(command)
-            for argument in command:
-                self._unsent += b"$%d\r\n%b\r\n" % (len(argument), argument)
+            self._unsent += b"*%d\r\n" % len(command) + _encoded(command)
         if at_once:
             self._flush()
 
@@ -283,6 +281,10 @@ class StoreConnection:
         if kind == b"*" and 0 <= size <= _MOST_ELEMENTS and depth < _MOST_DEPTH:
             return [self._reply(depth + 1) for _ in range(size)]
         raise self._broken("it does not keep to the protocol")
+
+
+def _encoded(arguments: Sequence[bytes]) -> bytes:
+    return b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
 
 
 def _advance(views: list[memoryview], first: int, done: int) -> int:
