@@ -75,6 +75,20 @@ def test_a_second_engine_loads_what_the_first_has_computed(families: Families, s
     second.stop()
 
 
+@pytest.mark.parametrize("length", [4, 5, 60, 61, 62, 63, 64])
+def test_a_prompt_that_fills_its_blocks_is_found_but_for_its_last_token(
+    length: int, store: SharedStore
+) -> None:
+    first, second = Replica(store, KINDS[0]), Replica(store, KINDS[0])
+    prompt = numbers(1, length)
+    tokens, _ = first.answer_of(prompt)
+    first.stop()
+    again, cached = second.answer_of(prompt)
+    assert again == tokens
+    assert cached == (length - 1 if length % SIZE == 0 else length // SIZE * SIZE)
+    second.stop()
+
+
 @kinds
 def test_a_prompt_leaves_others_inside_a_block(families: Families, store: SharedStore) -> None:
     """The first replica resumes there with its full block, which the second one cannot name."""

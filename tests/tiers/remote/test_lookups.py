@@ -124,7 +124,7 @@ def test_a_look_up_finds_the_records_of_a_prompt_and_no_others(
     theirs += [block(other, 96, 102)]
     put(tier, own + theirs)
     found = asking.find(PROMPT[:length], Scope(MODEL))
-    assert keys(found) == keys([each for each in own if each.end < length])
+    assert keys(found) == keys([each for each in own if each.end <= length])
     for each in found:
         assert (each.tokens == PROMPT[each.start : each.end]).all()
     assert {type(each.tokens.dtype) for each in found} <= {type(np.dtype(np.int32))}
@@ -154,9 +154,9 @@ def test_a_namespace_without_records_is_asked_for_once_in_a_while(tier: RemoteTi
 
 def test_a_block_is_asked_for_once_in_a_while(tier: RemoteTier, asking: Asking) -> None:
     put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)])
-    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+    assert len(asking.find(PROMPT[:80], Scope(MODEL))) == 10
     asking.commands.clear()
-    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    assert asking.find(PROMPT[:80], Scope(MODEL)) == []
     assert asking.commands == [b"TOUCH"], "the index knows what was found"
     asking.commands.clear()
     put(tier, [block(PROMPT, 80, 88)])
@@ -166,7 +166,7 @@ def test_a_block_is_asked_for_once_in_a_while(tier: RemoteTier, asking: Asking) 
     put(tier, [block(other, 48, 56)])
     assert keys(asking.find(other, Scope(MODEL))) == keys([block(other, 48, 56)])
     asking.clock.now_s += module.FOUND_S
-    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+    assert len(asking.find(PROMPT[:80], Scope(MODEL))) == 10
 
 
 def test_blocks_are_asked_for_again_after_an_outage(
@@ -175,16 +175,16 @@ def test_blocks_are_asked_for_again_after_an_outage(
     monkeypatch.setattr(remote_tier, "RETRY_S", 0.01)
     some = [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)]
     put(tier, some)
-    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+    assert len(asking.find(PROMPT[:80], Scope(MODEL))) == 10
     store.kill()
-    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    assert asking.find(PROMPT[:80], Scope(MODEL)) == []
     store.start()
     wait_until(lambda: asking.tier.state == Ready())
     wait_until(
         lambda: isinstance(tier.store([Record(some[0], [np.zeros(16, np.uint8)])])[0], Stored | AlreadyStored)
     )
     put(tier, some)
-    assert len(asking.find(PROMPT[:81], Scope(MODEL))) == 10
+    assert len(asking.find(PROMPT[:80], Scope(MODEL))) == 10
 
 
 def test_only_so_many_blocks_are_remembered(
@@ -193,7 +193,7 @@ def test_only_so_many_blocks_are_remembered(
     monkeypatch.setattr(module, "MOST_FOUND", 4)
     put(tier, [block(PROMPT, start, start + SIZE) for start in range(0, 80, SIZE)])
     for _ in range(2):
-        assert len(asking.find(PROMPT[:81], Scope(MODEL))) >= 6
+        assert len(asking.find(PROMPT[:80], Scope(MODEL))) >= 6
     assert len(asking.lookups._found) == 4
 
 
@@ -208,10 +208,10 @@ def test_records_whose_place_the_server_has_evicted_are_found_after_the_next_sto
     (names,) = client.run([[b"KEYS", b"*" + lost + b"*"]])
     assert isinstance(names, list)
     client.run([[b"DEL", name] for name in names if isinstance(name, bytes)])
-    assert asking.find(PROMPT[:81], Scope(MODEL)) == []
+    assert asking.find(PROMPT[:80], Scope(MODEL)) == []
     asking.clock.now_s += module.ABSENT_S
     put(tier, own)  # they are there already
-    assert keys(asking.find(PROMPT[:81], Scope(MODEL))) == keys(own)
+    assert keys(asking.find(PROMPT[:80], Scope(MODEL))) == keys(own)
 
 
 def test_a_look_up_is_a_use_of_the_marks_by_which_the_server_evicts(

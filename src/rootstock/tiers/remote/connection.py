@@ -22,6 +22,7 @@ Reply = bytes | int | None | list["Reply"]
 _LINE_BYTES = 64 * 1024  # longest line of a reply, such as an error
 _READ_BYTES = 64 * 1024
 _SHORT_BYTES = 4096
+_CALL_BYTES = 256 * 1024  # of a last piece that is sent without waiting for the end of the value
 _VIEWS_AT_ONCE = 512  # buffers of one system call; the system takes 1,024
 _MOST_VALUE_BYTES = 1 << 20  # of a value that `run` returns, such as a report of the server
 _MOST_ELEMENTS = 1 << 16  # of an array
@@ -138,10 +139,10 @@ class StoreConnection:
         pieces: Iterable[Sequence[memoryview]],
         after: Sequence[bytes] = (),
     ) -> None:
-        """Sends a command with an argument in pieces, and arguments after it. Each piece is made when the ones before
-        it were sent.
+        """Sends a command with an argument in pieces, and arguments after it.
 
-        Short pieces are sent with the next one. `read_replies` sends the last ones, and reads the reply.
+        Long pieces are sent as soon as they are made, short ones with the next one. `read_replies` sends the last
+        ones, and reads the reply.
         """
         self._unsent += (
             b"*%d\r\n" % (len(command) + 1 + len(after)) + _encoded(command) + b"$%d\r\n" % value_bytes
@@ -155,7 +156,7 @@ class StoreConnection:
                 last = [*last, *piece]
             elif piece_bytes < _SHORT_BYTES:
                 self._unsent += b"".join(piece)
-            elif left < _SHORT_BYTES:
+            elif left < _SHORT_BYTES and piece_bytes < _CALL_BYTES:
                 last = piece  # goes with the end of the value in one call
             else:
                 self._flush(piece)

@@ -117,8 +117,8 @@ class PromptLookups:
         if is_late or self._closing or isinstance(self._tier.state, Off) or self._is_absent(asked.scope):
             return {}
         found: dict[RecordKey, Identity] = {}
-        # The last token is always computed.
-        left = record_starts(asked.tokens[:-1], asked.scope, self._block_size)
+        # With the last token, which is always computed: a record that ends with it has the ones before it.
+        left = record_starts(asked.tokens, asked.scope, self._block_size)
         until = began + BEGIN_SHARE * self._tier.timeout_s
         while some := list(islice(left, AT_ONCE)):
             here = [each for each in some if not self._was_found(each, began)]

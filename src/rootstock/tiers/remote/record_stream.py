@@ -56,13 +56,13 @@ class OutgoingRecord:
         return len(self.front) + sum(view.nbytes for view in self.payload) + self.proof.digest_size
 
     def pieces(self) -> Iterator[list[memoryview]]:
-        """Yields all bytes, once. The proof grows with them."""
+        """Yields all bytes, once. A piece is hashed when the next one is asked for: the server reads it meanwhile."""
         self.proof.update(self.front)
         yield [memoryview(self.front)]
         for piece in _pieces(self.payload):
+            yield piece
             for view in piece:
                 self.proof.update(view)
-            yield piece
         yield [memoryview(self.proof.digest())]
 
 

@@ -191,12 +191,13 @@ class RemoteTier:
             with self._connection() as connection:
                 marks = self._marks_of(group)
                 if self._new_in_a_row < _SURELY_NEW:
-                    new = self._unknown(connection, group, marks)
+                    new = self._unknown(connection, keys, group, marks)
                     marks = []
                 else:
-                    new = {each.identity.key: outgoing(each, self._new_proof()) for each in group}
+                    encoded = [outgoing(record, self._new_proof()) for record in group]
+                    new = dict(zip(keys, encoded, strict=True))
                 refusals, stored_meanwhile = self._send(connection, marks, new)
-                absent = [each.identity for each in group if each.identity.key in refusals]
+                absent = [each.identity for key, each in zip(keys, group, strict=True) if key in refusals]
                 connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
@@ -234,19 +235,23 @@ class RemoteTier:
         return [*places, *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces)]
 
     def _unknown(
-        self, connection: StoreConnection, group: Sequence[Record], marks: Sequence[Sequence[bytes]]
+        self,
+        connection: StoreConnection,
+        keys: Sequence[RecordKey],
+        group: Sequence[Record],
+        marks: Sequence[Sequence[bytes]],
     ) -> dict[RecordKey, OutgoingRecord]:
         """Writes the marks of records, and returns the records that the server does not have."""
         connection.begin()
-        connection.send([*([b"EXISTS", self.name(RECORD_KIND, each.identity.key)] for each in group), *marks])
+        connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
         encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
         new: dict[RecordKey, OutgoingRecord] = {}
         replies = connection.read_replies(len(group) + len(marks))
-        for each, record, is_there in zip(group, encoded, replies, strict=False):
+        for key, record, is_there in zip(keys, encoded, replies, strict=False):
             if isinstance(is_there, StoreRefused):
                 raise is_there
             if not is_there:
-                new[each.identity.key] = record
+                new[key] = record
         return new
 
     def _send(
