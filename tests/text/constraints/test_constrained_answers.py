@@ -201,7 +201,8 @@ def test_a_grammar_gets_one_message_for_all_answers_of_a_step(monkeypatch: pytes
     before = on.engine.stats().counters.steps
     on.run()
     steps = on.engine.stats().counters.steps - before
-    assert set(sent) <= {"round", "ids"}, "the grammar also asks how a text is tokenized"
+    # A vocabulary of an earlier test may be collected meanwhile, and is forgotten then.
+    assert set(sent) <= {"round", "ids", "forget"}, "the grammar also asks how a text is tokenized"
     assert 0 < sent.count("round") <= 2 * (steps + 1), (
         "one for each grammar and step, and one for each first mask"
     )
