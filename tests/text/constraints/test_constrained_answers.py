@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Sequence
@@ -195,14 +196,14 @@ def test_a_grammar_gets_one_message_for_all_answers_of_a_step(monkeypatch: pytes
         sent.append(head.get("do", "ids"))
         send(link, head, body)
 
+    gc.collect()  # vocabularies of earlier tests: for each, the process gets a message when it is collected
     monkeypatch.setattr(Link, "send", counted)
     for seed in range(8):
         ask(on, one if seed % 2 else other, seed, 20)
     before = on.engine.stats().counters.steps
     on.run()
     steps = on.engine.stats().counters.steps - before
-    # A vocabulary of an earlier test may be collected meanwhile, and is forgotten then.
-    assert set(sent) <= {"round", "ids", "forget"}, "the grammar also asks how a text is tokenized"
+    assert set(sent) <= {"round", "ids"}, "the grammar also asks how a text is tokenized"
     assert 0 < sent.count("round") <= 2 * (steps + 1), (
         "one for each grammar and step, and one for each first mask"
     )

@@ -187,23 +187,23 @@ class RemoteTier:
         if not group:
             return []
         keys = [record.identity.key for record in group]
+        records = dict(zip(keys, group, strict=True))
         try:
             with self._connection() as connection:
-                marks = self._marks_of(group)
+                marks = self._marks_of(records.values())
                 if self._new_in_a_row < _SURELY_NEW:
-                    new = self._unknown(connection, keys, group, marks)
+                    new = self._unknown(connection, records, marks)
                     marks = []
                 else:
-                    encoded = [outgoing(record, self._new_proof()) for record in group]
-                    new = dict(zip(keys, encoded, strict=True))
+                    new = self._outgoing(records)
                 refusals, stored_meanwhile = self._send(connection, marks, new)
-                absent = [each.identity for key, each in zip(keys, group, strict=True) if key in refusals]
+                absent = [records[key].identity for key in refusals]
                 connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
             return [NotStored(Refusal.FAILED, str(error))] * len(group)
-        was_there = len(new) < len(set(keys)) or bool(stored_meanwhile)
+        was_there = len(new) < len(records) or bool(stored_meanwhile)
         self._new_in_a_row = 0 if was_there else self._new_in_a_row + 1
         for key in stored_meanwhile:
             del new[key]
@@ -224,7 +224,7 @@ class RemoteTier:
             self.counts.already_stored += sum(isinstance(each, AlreadyStored) for each in outcomes)
         return outcomes
 
-    def _marks_of(self, group: Sequence[Record]) -> list[list[bytes]]:
+    def _marks_of(self, group: Iterable[Record]) -> list[list[bytes]]:
         """Returns the commands that write the places of records and the marks of their namespaces.
 
         They come before the records: a look-up asks for the records of the places that it finds.
@@ -237,22 +237,23 @@ class RemoteTier:
     def _unknown(
         self,
         connection: StoreConnection,
-        keys: Sequence[RecordKey],
-        group: Sequence[Record],
+        records: Mapping[RecordKey, Record],
         marks: Sequence[Sequence[bytes]],
     ) -> dict[RecordKey, OutgoingRecord]:
         """Writes the marks of records, and returns the records that the server does not have."""
         connection.begin()
-        connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in keys), *marks])
-        encoded = [outgoing(record, self._new_proof()) for record in group]  # while the server works
-        new: dict[RecordKey, OutgoingRecord] = {}
-        replies = connection.read_replies(len(group) + len(marks))
-        for key, record, is_there in zip(keys, encoded, replies, strict=False):
+        connection.send([*([b"EXISTS", self.name(RECORD_KIND, key)] for key in records), *marks])
+        new = self._outgoing(records)  # while the server works
+        replies = connection.read_replies(len(records) + len(marks))
+        for key, is_there in zip(records, replies, strict=False):
             if isinstance(is_there, StoreRefused):
                 raise is_there
-            if not is_there:
-                new[key] = record
+            if is_there:
+                del new[key]
         return new
+
+    def _outgoing(self, records: Mapping[RecordKey, Record]) -> dict[RecordKey, OutgoingRecord]:
+        return {key: outgoing(record, self._new_proof()) for key, record in records.items()}
 
     def _send(
         self,
