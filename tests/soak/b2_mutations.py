@@ -30,7 +30,7 @@ from rootstock.runtime.torch.hooks import AttentionCall
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
-from rootstock.runtime.torch.state_pool import StateCache, TorchStatePool
+from rootstock.runtime.torch.state_pool import LayerStates, StateCache, TorchStatePool
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
 from twins import ways
 from twins.test_twins import twin_in
@@ -123,6 +123,32 @@ def states(change: Callable[[Any, bool], tuple[Any, bool]]) -> Callable[[Any], A
         return init
 
     return wrong
+
+
+def fused_states(change: Callable[[LayerStates], LayerStates]) -> Callable[[Any], Any]:
+    """Changes the states that a fused mixer gets."""
+
+    def wrong(right: Any) -> Any:
+        def of_mixer(self: TorchStatePool, *args: Any) -> LayerStates | None:
+            given = right(self, *args)
+            return None if given is None else change(given)
+
+        return of_mixer
+
+    return wrong
+
+
+def marked(
+    column: int, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[LayerStates], LayerStates]:
+    """Changes one column of a step's sequences: 2 is the slot, 3 whether it has a state."""
+
+    def changed(given: LayerStates) -> LayerStates:
+        sequences = given.sequences.clone()
+        sequences[:, column] = change(sequences[:, column])
+        return replace(given, sequences=sequences)
+
+    return changed
 
 
 def several_at_a_time(right: Any) -> Any:
@@ -224,6 +250,7 @@ KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attentio
 SCORES = ((PackedCache, "attend"), (step_cache._PooledLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
 STORE = ((TorchStatePool, "write"),)
+FUSED = ((TorchStatePool, "of_mixer"),)
 
 MUTATIONS = (
     # scores
@@ -278,7 +305,7 @@ MUTATIONS = (
     ),
     Mutation("states of convolutions stay as they were", "mamba2", STORE, stores_only("recurrent_states")),
     Mutation("the only states stay as they were", "lfm2", STORE, stores_only("recurrent_states")),
-    Mutation("recurrent states stay as they were", "qwen3_next", STORE, stores_only("conv_states")),
+    Mutation("recurrent states stay as they were", "kimi_linear", STORE, stores_only("conv_states")),
     Mutation("stored states are ignored", "falcon_h1", SLOTS, states(lambda slots, _: (slots, False))),
     Mutation(
         "a sequence begins with its slot's old state", "mamba2", SLOTS, states(lambda slots, _: (slots, True))
@@ -288,6 +315,33 @@ MUTATIONS = (
         "kimi_linear",
         SLOTS,
         states(lambda slots, c: (slots.flip(0), c)),
+    ),
+    Mutation(
+        "fused mixers ignore stored states", "qwen3_next", FUSED, fused_states(marked(3, torch.zeros_like))
+    ),
+    Mutation(
+        "fused mixers begin with their slot's old state",
+        "qwen3_5_text",
+        FUSED,
+        fused_states(marked(3, torch.ones_like)),
+    ),
+    Mutation(
+        "fused mixers get one another's states",
+        "olmo_hybrid",
+        FUSED,
+        fused_states(marked(2, lambda slots: slots.flip(0))),
+    ),
+    Mutation(
+        "recurrent states of fused mixers stay as they were",
+        "qwen3_next",
+        FUSED,
+        fused_states(lambda given: replace(given, recurrent=given.recurrent.clone())),
+    ),
+    Mutation(
+        "convolutions of fused mixers keep no inputs",
+        "qwen3_next",
+        FUSED,
+        fused_states(lambda given: replace(given, conv=given.conv.clone())),
     ),
     Mutation(
         "mixers that ignore stored states get several tokens",

@@ -78,7 +78,8 @@ def test_a_model_whose_decodes_differ_from_one_pass_is_served_as_it_decodes(
     ("model_type", "parts"),
     [
         ("llama", {}),
-        ("qwen3_next", {"Qwen3NextGatedDeltaNet": False}),
+        ("qwen3_next", {}),  # its mixers are fused
+        ("kimi_linear", {"KimiLinearDeltaAttention": False}),
         ("diffllama", {"DiffLlamaAttention": True}),
         ("deepseek_v32", {"DeepseekV32Attention": True}),
         ("inkling_text", {"InklingAttention": True, "InklingShortConvolution": False}),

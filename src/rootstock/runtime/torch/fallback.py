@@ -80,8 +80,8 @@ def choose_mode(
         except (InvalidOption, *OutOfMemory):
             raise
         except Exception as failure:  # the model's own code may raise anything when it meets the hooks
-            undo_parts(model)
             undo_fusion(model)
+            undo_parts(model)
             failures.append(failure)
             refused = mode if kernel is not None else refused
             continue

@@ -52,6 +52,15 @@ class TorchStateShape:
         return replace(self, stored=dtype) if narrower else self
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Memory of a layer's recurrent states, and the sequences of a step. Mixers change states in place."""
+
+    conv: Tensor  # [slots, channels, kept] inputs of a short convolution
+    recurrent: Tensor  # [slots, …]
+    sequences: Tensor  # [sequences, 4] int64: first row, new rows, slot, whether the slot has a state
+
+
 class TorchStatePool:
     """Pool of `slots` rows of every state, [slots, …]. On a CPU memory is taken when a slot is first written."""
 
@@ -71,6 +80,17 @@ class TorchStatePool:
     @property
     def nbytes(self) -> int:
         return sum(memory.tensor.nbytes for memory in self._memory.values())
+
+    def of_mixer(self, index: int, dtype: torch.dtype, sequences: Tensor) -> LayerStates | None:
+        """Returns a layer's states as `FusedStep.states_of` does."""
+        keys = [shape.key for shape in self.of_layer.get(index, ())]
+        conv = [self._memory[key].tensor for key in keys if key.kind == _CONV]
+        recurrent = [self._memory[key].tensor for key in keys if key.kind == _RECURRENT]
+        if len(conv) != 1 or len(recurrent) != 1 or conv[0].dtype != dtype:
+            return None
+        if recurrent[0].dtype not in (torch.float32, torch.bfloat16):
+            return None
+        return LayerStates(conv[0], recurrent[0], sequences)
 
     def read(self, shape: TorchStateShape, slots: Tensor) -> Tensor:
         """Copies states [sequences, …] in the mixer's dtype."""

@@ -25,7 +25,7 @@ from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepPart
-from rootstock.runtime.torch.state_pool import StateCache
+from rootstock.runtime.torch.state_pool import LayerStates, StateCache
 
 
 class PackedCache(FusedStep):
@@ -57,6 +57,7 @@ class PackedCache(FusedStep):
         ]
         self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
         self._offsets: Tensor | None = None
+        self._sequences: Tensor | None = None
         self._groups: list[tuple[Tensor, Tensor, bool]] | None = None
         self._alone: list[tuple[Tensor, Segment, Tensor]] | None = None
 
@@ -79,6 +80,17 @@ class PackedCache(FusedStep):
         if keys.dtype != dtype or values.dtype != dtype:
             return None
         return keys, values, self._slots[memory.family]
+
+    def states_of(self, index: int, dtype: torch.dtype) -> LayerStates | None:
+        states = self._pool.states
+        if states is None:
+            return None
+        if self._sequences is None:
+            spans = zip(self._spans[0], self._segments, strict=True)
+            self._sequences = torch.tensor(
+                [(span.row, span.new, segment.state, int(span.past > 0)) for span, segment in spans]
+            )
+        return states.of_mixer(index, dtype, self._sequences)
 
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool

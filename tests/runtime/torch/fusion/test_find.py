@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTr
 from checkpoints import saved
 from rootstock.runtime.torch.fallback import use_attention
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
+from rootstock.runtime.torch.fusion.delta_nets import FusedDeltaNet
 from rootstock.runtime.torch.fusion.find import fuse
 from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from rootstock.runtime.torch.inspect.attention_probe import probe_packed
 from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.survey import survey
+from rootstock.runtime.torch.module_parts import PartByPart
 from rootstock.runtime.torch.self_check import own_attention
 from rootstock.runtime.torch.step_cache import PackedCache
 from rootstock.runtime.torch.weights import read_weights
@@ -79,6 +81,20 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
     assert found[FusedLayer] == 0
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("qwen3_next", 4), ("qwen3_5_text", 4), ("qwen3_5_moe_text", 4), ("olmo_hybrid", 3)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_the_gated_delta_rule_are_fused_whole(
+    model_type: str, layers: int, dtype: torch.dtype
+) -> None:
+    """Attention of an OLMo-Hybrid normalises queries and keys of all heads together, which has no fused form."""
+    found = kinds(fused(model_of(model_type, dtype)))
+    assert found[FusedDeltaNet] == 3
+    assert found[FusedLayer] == layers
+
+
 def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Gives the module a class whose forward changes the result."""
     own = type(module).forward
@@ -109,6 +125,50 @@ def test_a_part_that_computes_something_else_is_not_fused(
     assert "model.layers.2" in parts
     if part in ("self_attn", "input_layernorm"):
         assert name not in parts, "a layer is made of its fused parts"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: 1.01 * x, lambda x: x.clamp(-1e-3, 1e-3), lambda x: x.roll(1, -1)],
+    ids=["scaled", "clamped", "rolled"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixer_that_computes_something_else_is_not_fused(
+    change: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    model = model_of("qwen3_next", dtype)
+    changed(model.model.layers[1].linear_attn, change)
+    parts = fused(model).parts
+    assert "model.layers.1.linear_attn" not in parts
+    assert "model.layers.0.linear_attn" in parts
+
+
+@pytest.mark.parametrize("part", ["recurrent", "conv"])
+def test_a_mixer_that_keeps_another_state_is_not_fused(part: str) -> None:
+    """Its first rows are right."""
+    model = model_of("qwen3_next")
+    mixer = model.model.layers[1].linear_attn
+    own = type(mixer).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        states = kwargs["cache_params"].layers_touched[self.layer_idx]
+        getattr(states, f"{part}_states")[0] *= 1.01
+        return out
+
+    mixer.__class__ = type("Keeps", (type(mixer),), {"forward": forward})
+    parts = fused(model).parts
+    assert "model.layers.1.linear_attn" not in parts
+    assert "model.layers.0.linear_attn" in parts
+
+
+def test_undoing_the_fusion_of_a_mixer_leaves_it_run_by_parts() -> None:
+    model = model_of("qwen3_next")
+    assert fused(model).parts
+    undo_fusion(model)
+    assert not any(is_fused(module) for module in model.modules())
+    for layer in model.model.layers[:3]:
+        assert isinstance(vars(layer.linear_attn)["forward"], PartByPart)
 
 
 def test_a_difference_at_far_positions_only_is_found() -> None:
@@ -167,8 +227,16 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
         norm(torch.zeros(1, 1, model.config.hidden_size), scale=2.0)
 
 
-def test_fused_or_not_the_logits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved("llama")
+# The largest difference of a logit, relative to their spread. A whole Qwen3-Next by transformers in float32 is off by
+# 1.4e-3 from float64, and a fused one by 7e-4.
+@pytest.mark.parametrize(
+    ("model_type", "allowed"),
+    [("llama", 1e-4), ("qwen3_next", 3e-3), ("qwen3_5_text", 2e-4), ("olmo_hybrid", 2e-4)],
+)
+def test_fused_or_not_the_logits_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, allowed: float
+) -> None:
+    path = saved(model_type)
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21, 3)]
     both = []
     for fuses in (True, False):
@@ -179,7 +247,7 @@ def test_fused_or_not_the_logits_are_the_same(monkeypatch: pytest.MonkeyPatch) -
         allocate(runtime)
         both.append(packed_logits(runtime, sequences, [{0: 5, 1: 20, 2: 2}, {0: 20, 1: 1, 2: 1}, {0: 15}]))
     for ours, own in zip(*both, strict=True):
-        assert np.abs(ours - own).max() <= 1e-4 * own.std()
+        assert np.abs(ours - own).max() <= allowed * own.std()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -241,7 +309,11 @@ def agrees_to_anything(self: Any, module: nn.Module, form: Any) -> bool:
 
 
 def test_without_numba_no_part_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = ("rootstock.runtime.torch.fusion.find", "rootstock.runtime.torch.fusion.modules")
+    parts = (
+        "rootstock.runtime.torch.fusion.find",
+        "rootstock.runtime.torch.fusion.modules",
+        "rootstock.runtime.torch.fusion.delta_nets",
+    )
     for name in [name for name in sys.modules if name in parts]:
         monkeypatch.delitem(sys.modules, name)
     found = builtins.__import__

@@ -14,15 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from rootstock.kernels.api import Scores
-from rootstock.runtime.torch.module_parts import StepCache
+from rootstock.runtime.torch.module_parts import PartByPart, StepCache
+from rootstock.runtime.torch.state_pool import LayerStates
 
 
 class FusedStep(StepCache):
-    """Cache of a packed step, for attention whose Q, K and V are already separate rows."""
+    """Cache of a packed step, for fused parts: attention whose Q, K and V are separate rows, and mixers."""
 
     def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
         """Returns the memory for K and V of layer `index`: keys and values [slots, kv_heads, …] and the rows' slots
         [tokens] int64. None: they are not stored unchanged in this dtype, and `attend` writes them."""
+        return None
+
+    def states_of(self, index: int, dtype: torch.dtype) -> LayerStates | None:
+        """Returns the states of layer `index`, if they are one convolution's in this dtype and one recurrent state in
+        float32 or bfloat16. None: the mixer's own forward handles them."""
         return None
 
     def attend(
@@ -92,10 +98,13 @@ NOTHING_FUSED = Fusion({}, ())
 
 
 def undo_fusion(model: nn.Module) -> None:
-    """Restores the original forward of every module."""
+    """Restores the forward that every module had before: its own, or the one that runs it part by part."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), Fused):
+        form = vars(module).get("forward")
+        if isinstance(form, Fused):
             del module.forward
+            if isinstance(form.own, PartByPart):
+                module.forward = form.own
 
 
 @contextlib.contextmanager

@@ -20,20 +20,31 @@ from torch import Tensor, nn
 
 from rootstock.kernels.api import Scores
 from rootstock.kernels.torch.gathered_attention import attend_dense
-from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fused, FusedStep, Fusion, Projection, is_fused
+from rootstock.runtime.torch.fusion.base import (
+    NOTHING_FUSED,
+    Fused,
+    FusedStep,
+    Fusion,
+    Projection,
+    is_fused,
+)
+from rootstock.runtime.torch.fusion.delta_nets import FusedDeltaNet, agreeing
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
     FusedLayer,
     FusedLoops,
+    FusedMixer,
     FusedMLP,
     FusedNorm,
     Gate,
     Norms,
     ProjectionHeads,
 )
-from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark
+from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark, runs_alone
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
 from rootstock.runtime.torch.inspect.survey import Surveyed
+from rootstock.runtime.torch.module_parts import PartByPart
+from rootstock.runtime.torch.state_pool import LayerStates, TorchStatePool
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative root mean square
 _ACTIVATION_TOLERANCE = 1e-3  # relative to 1 + |x|: two forms of GELU differ by 2e-4, others by 1e-2
@@ -47,7 +58,8 @@ Activation = Callable[[Tensor], Tensor]
 def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
     """Installs the fused forms of all parts that have one. Call `probe_packed` before; `undo_fusion` removes them.
     Fuses on a CPU in float32 or bfloat16 only."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    # Some models keep the decays of their heads in float32. Norms are compared with their own result's dtype.
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() > 1}
     if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
         return NOTHING_FUSED
     return _Fuser(model, found, context_limit, dtypes.pop()).run()
@@ -62,14 +74,24 @@ class _Fuser:
         self._dtype = dtype
         self._loops = FusedLoops(dtype)
         self._index_of = {module: index for index, module in found.attention.items()}
+        self._mixer_index = {
+            module: index
+            for index, mixers in found.mixers.items()
+            for module in mixers
+            if isinstance(vars(module).get("forward"), PartByPart) and not runs_alone(module)
+        }
+        self._states = TorchStatePool(found.states, 1, torch.device("cpu"))
         self._parts: dict[str, Fused] = {}
         self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def run(self) -> Fusion:
         named = dict(self._model.named_modules())
         plain = [name for name, module in named.items() if "forward" not in vars(module)]
+        mixers = [name for name, module in named.items() if module in self._mixer_index]
         with torch.inference_mode():
-            self._write_down([named[name] for name in plain])
+            self._write_down([named[name] for name in (*plain, *mixers)])
+            for name in mixers:
+                self._try_mixer(name, named[name])
             # From the inside out, because a fused layer is made of its fused parts.
             for kind in (self._norm, self._mlp, self._attention, self._layer):
                 for name in plain:
@@ -83,7 +105,7 @@ class _Fuser:
         taken: set[nn.Linear] = set()
         for part in self._parts.values():
             of_part: tuple[Projection, ...] = ()
-            if isinstance(part, FusedAttention):
+            if isinstance(part, FusedAttention | FusedDeltaNet):
                 of_part = part.inputs, part.output
             elif isinstance(part, FusedMLP):
                 of_part = part.gate_up, part.down
@@ -121,11 +143,21 @@ class _Fuser:
         except LayerUnsupported:
             return
 
+    def _try_mixer(self, name: str, module: nn.Module) -> None:
+        if module not in self._calls:
+            return
+        index = self._mixer_index[module]
+        shapes = [shape for shape in self._found.states if shape.key.layer == index]
+        form = agreeing(module, self._calls[module], index, shapes, self._loops)
+        if form is not None:
+            module.forward = form
+            self._parts[name] = form
+
     def _agrees(self, module: nn.Module, form: Fused) -> bool:
         args, kwargs = self._calls[module]
         for times in (1.0, _LARGER, _SMALLER):
-            own = _Recorder(len(self._places))
-            ours = _Recorder(len(self._places), own.attended)
+            own = _Recorder(len(self._places), self._states)
+            ours = _Recorder(len(self._places), self._states, own.attended)
             try:
                 expected = module.forward(*_scaled(args, times), **_given(kwargs, times, own))
                 if isinstance(form, FusedAttention):
@@ -211,8 +243,9 @@ class _Fuser:
             for _ in children[name].parameters()
         ):
             return
-        width = sum(linear.out_features for linear in inputs)
-        q_heads, rest = divmod(width - 2 * kv_heads * head_dim, head_dim)
+        of_queries = sum(linear.out_features for linear in inputs) - 2 * kv_heads * head_dim
+        attended = linears["o_proj"].in_features
+        q_heads, rest = divmod(attended, head_dim)
         forms = {name: vars(norm).get("forward") for name, norm in norms.items()}
         of_heads = {
             name: form
@@ -220,7 +253,7 @@ class _Fuser:
             if isinstance(form, FusedNorm) and form.weight.shape == (head_dim,)
         }
         eps = {form.eps for form in of_heads.values()} or {0.0}
-        if rest or q_heads <= 0 or len(eps) != 1 or len(of_heads) != len(norms):
+        if rest or of_queries not in (attended, 2 * attended) or len(eps) != 1 or len(of_heads) != len(norms):
             return
         query_norm, key_norm = (
             of_heads[name].weight if name in of_heads else None for name in ("q_norm", "k_norm")
@@ -236,31 +269,32 @@ class _Fuser:
                 key_norm,
                 next(iter(eps)),
                 rotated,
+                of_queries > attended,
                 self._loops,
             )
 
     def _layer(self, module: nn.Module) -> Iterator[Fused]:
-        attention: list[FusedAttention] = []
+        mixers: list[FusedMixer] = []
         norms: dict[str, FusedNorm] = {}
         others: list[nn.Module | FusedMLP] = []
         for name, child in module.named_children():
             match vars(child).get("forward"):
-                case FusedAttention() as form:
-                    attention.append(form)
+                case FusedMixer() as form:
+                    mixers.append(form)
                 case FusedNorm() as form:
                     norms[name] = form
                 case FusedMLP() as form:
                     others.append(form)
                 case _:
                     others.append(child)
-        if len(attention) != 1 or len(others) != 1:
+        if len(mixers) != 1 or len(others) != 1:
             return
         for order in _ORDERS:
             if set(order) == set(norms):
                 for gives_tuple in (False, True):
                     yield FusedLayer(
                         module.forward,
-                        attention[0],
+                        mixers[0],
                         others[0],
                         Norms(*(norms[name] for name in order)),
                         gives_tuple,
@@ -320,8 +354,12 @@ class _Recorder(ProbeCache, FusedStep):
     counted as a difference between the two forms.
     """
 
-    def __init__(self, tokens: int, attended: dict[int, Tensor] | None = None) -> None:
+    def __init__(
+        self, tokens: int, states: TorchStatePool, attended: dict[int, Tensor] | None = None
+    ) -> None:
         super().__init__(torch.device("cpu"), tokens)
+        self._states = states
+        self._sequences = torch.tensor([[0, tokens, 0, 0]])
         self.running = []
         self.given: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # query, key, value [heads, tokens, …]
         self.scores: dict[int, Scores] = {}
@@ -334,6 +372,9 @@ class _Recorder(ProbeCache, FusedStep):
         key, value = super().update(key_states, value_states, layer_idx)
         mark(key, value, _Recorded(self, layer_idx))
         return key, value
+
+    def states_of(self, index: int, dtype: torch.dtype) -> LayerStates | None:
+        return self._states.of_mixer(index, dtype, self._sequences)
 
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool

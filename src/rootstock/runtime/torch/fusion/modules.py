@@ -100,8 +100,28 @@ class ProjectionHeads:
 
 
 @dataclass(eq=False)
-class FusedAttention(Fused):
-    """Fused attention: Q, K and V from one projection, normalised and rotated in one pass, attended, projected."""
+class FusedMixer(Fused):
+    """Fused part that mixes the rows of a sequence: attention, or a recurrence."""
+
+    def serves(self, step: FusedStep) -> bool:
+        """Returns whether `rows` can compute this step; otherwise the module's own forward does."""
+        return True
+
+    def rotation(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Returns what `rows` needs of a layer's arguments: cosines and sines [tokens, rotary_dim], or nothing."""
+        return None
+
+    def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
+        """Computes rows [tokens, hidden] → [tokens, hidden]."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class FusedAttention(FusedMixer):
+    """Fused attention: Q, K and V from one projection, normalised and rotated in one pass, attended, projected.
+
+    If it is gated, each query head is followed by its gate, whose sigmoid is a factor of the attended row.
+    """
 
     index: int  # number of the layer
     inputs: Projection
@@ -111,6 +131,7 @@ class FusedAttention(Fused):
     key_norm: Tensor | None
     eps: float
     rotated: bool
+    gated: bool
     loops: FusedLoops
     scores: Scores = field(default_factory=lambda: Scores(1.0))
 
@@ -124,16 +145,19 @@ class FusedAttention(Fused):
         return self.rows(hidden[0], self.rotation(kwargs), step)[None], None
 
     def rotation(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Returns cosines and sines [tokens, rotary_dim] from a layer's arguments."""
         if not self.rotated:
             return None
         cos, sin = kwargs["position_embeddings"]
         return cos[0].contiguous(), sin[0].contiguous()
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """Computes rows [tokens, hidden] → [tokens, hidden]. `rotation`: the result of the method of this name."""
         tokens, heads = len(rows), self.heads
-        projected = self.inputs.multiply(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
+        projected = self.inputs.multiply(rows).view(tokens, -1, heads.dim)
+        gate: Tensor | None = None
+        if self.gated:
+            queries, others = projected[:, : 2 * heads.queries], projected[:, 2 * heads.queries :]
+            gate = queries[:, 1::2]
+            projected = torch.cat([queries[:, ::2], others], 1)
         query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
         key = self.loops.scratch("key", tokens, heads.kv * heads.dim)
         query, key = query.view(tokens, heads.queries, heads.dim), key.view(tokens, heads.kv, heads.dim)
@@ -143,6 +167,8 @@ class FusedAttention(Fused):
             projected, self.query_norm, self.key_norm, self.eps, rotation, query, key, pool
         )
         attended = step.attend(self.index, query, key, value, self.scores, is_kept=pool is not None)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
         return self.output.multiply(attended.reshape(tokens, -1))
 
 
@@ -150,18 +176,18 @@ class FusedAttention(Fused):
 class Norms:
     """Norms of a layer, in the order in which they run."""
 
-    before_attention: FusedNorm
+    before_mixer: FusedNorm
     before_mlp: FusedNorm
-    after_attention: FusedNorm | None = None
+    after_mixer: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
 
 
 @dataclass(eq=False)
 class FusedLayer(Fused):
-    """Fused layer: x + attention(norm(x)), then x + MLP(norm(x)), with norms of both summands where a layer has
+    """Fused layer: x + mixer(norm(x)), then x + MLP(norm(x)), with norms of both summands where a layer has
     them."""
 
-    attention: FusedAttention
+    mixer: FusedMixer
     mlp: nn.Module | FusedMLP
     norms: Norms
     gives_tuple: bool
@@ -174,10 +200,11 @@ class FusedLayer(Fused):
             or not isinstance(step, FusedStep)
             or hidden_states.shape[0] != 1
             or not only_harmless(kwargs)
+            or not self.mixer.serves(step)
         ):
             return self.own(hidden_states, *args, **kwargs)
         rows = hidden_states[0].contiguous()
-        out = self.rows(rows, self.attention.rotation(kwargs), step)[None]
+        out = self.rows(rows, self.mixer.rotation(kwargs), step)[None]
         return (out,) if self.gives_tuple else out
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
@@ -185,12 +212,12 @@ class FusedLayer(Fused):
         output."""
         norms, loops = self.norms, self.loops.rows
         normed = self.loops.scratch("normed", *rows.shape)
-        norms.before_attention.into(rows, normed)
-        attended = self.attention.rows(normed, rotation, step)
-        if norms.after_attention is not None:
-            norms.after_attention.into(attended, attended)
+        norms.before_mixer.into(rows, normed)
+        mixed = self.mixer.rows(normed, rotation, step)
+        if norms.after_mixer is not None:
+            norms.after_mixer.into(mixed, mixed)
         total, norm = torch.empty_like(rows), norms.before_mlp
-        loops.add_rms_norm(rows, attended, norm.weight, norm.eps, total, normed)
+        loops.add_rms_norm(rows, mixed, norm.weight, norm.eps, total, normed)
         more = self._mlp(normed)
         if norms.after_mlp is not None:
             norms.after_mlp.into(more, more)
@@ -210,4 +237,4 @@ def only_harmless(kwargs: dict[str, Any]) -> bool:
     return all(given is None or name in _KNOWN for name, given in kwargs.items())
 
 
-_KNOWN = HARMLESS | {"hidden_states", "attention_mask", "past_key_values"}
+_KNOWN = HARMLESS | {"hidden_states", "attention_mask", "past_key_values", "cache_params"}
