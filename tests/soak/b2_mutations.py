@@ -303,12 +303,15 @@ MUTATIONS = (
         ((TorchStatePool, "copy"),),
         from_the_next_slot,
     ),
-    Mutation("states of convolutions stay as they were", "mamba2", STORE, stores_only("recurrent_states")),
+    Mutation("states of convolutions stay as they were", "falcon_h1", STORE, stores_only("recurrent_states")),
     Mutation("the only states stay as they were", "lfm2", STORE, stores_only("recurrent_states")),
     Mutation("recurrent states stay as they were", "kimi_linear", STORE, stores_only("conv_states")),
     Mutation("stored states are ignored", "falcon_h1", SLOTS, states(lambda slots, _: (slots, False))),
     Mutation(
-        "a sequence begins with its slot's old state", "mamba2", SLOTS, states(lambda slots, _: (slots, True))
+        "a sequence begins with its slot's old state",
+        "falcon_h1",
+        SLOTS,
+        states(lambda slots, _: (slots, True)),
     ),
     Mutation(
         "sequences get one another's states",
@@ -328,6 +331,13 @@ MUTATIONS = (
     Mutation(
         "fused mixers get one another's states",
         "olmo_hybrid",
+        FUSED,
+        fused_states(marked(2, lambda slots: slots.flip(0))),
+    ),
+    Mutation("fused scans ignore stored states", "bamba", FUSED, fused_states(marked(3, torch.zeros_like))),
+    Mutation(
+        "fused scans get one another's states",
+        "mamba2",
         FUSED,
         fused_states(marked(2, lambda slots: slots.flip(0))),
     ),

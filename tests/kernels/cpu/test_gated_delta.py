@@ -59,6 +59,7 @@ def mixer(
     torch.manual_seed(keys + group + key_dim)
     weights = DeltaNetWeights(
         conv=torch.randn(heads.channels, kernel) * 0.5,
+        conv_bias=torch.randn(heads.channels) * 0.5 if group == 2 else None,
         decay=-2 * torch.rand(heads.values),
         time_bias=torch.randn(heads.values),
         norm=torch.rand(value_dim) + 0.5,
@@ -93,7 +94,8 @@ def in_float64(
     before = conv.double().T if continues else torch.zeros(kept, heads.channels, dtype=torch.float64)
     seen = torch.cat([before, inputs])
     windows = seen[len(seen) - new - kernel + 1 :].unfold(0, kernel, 1)  # [new, channels, kernel]
-    mixed = F.silu((windows * weights.conv.double()).sum(-1))
+    bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
+    mixed = F.silu((windows * weights.conv.double()).sum(-1) + bias.double())
     of_keys = heads.keys * heads.key_dim
     query, key, value = mixed.split([of_keys, of_keys, heads.values * heads.value_dim], -1)
 
@@ -208,7 +210,12 @@ def test_sizes_without_loops_are_refused(values: int, kernel: int) -> None:
     made = mixer(2, 2, 8, 8)
     heads = DeltaNetHeads(2, values, 8, 8)
     weights = DeltaNetWeights(
-        torch.zeros(heads.channels, kernel), torch.zeros(values), torch.zeros(values), torch.zeros(8), 1e-6
+        torch.zeros(heads.channels, kernel),
+        None,
+        torch.zeros(values),
+        torch.zeros(values),
+        torch.zeros(8),
+        1e-6,
     )
     with pytest.raises(ValueError, match="no loops"):
         GatedDeltaLoops(heads, made.columns, weights)

@@ -40,13 +40,23 @@ from rootstock.kernels.cpu.compiler import (
     types,
     widen,
 )
+from rootstock.kernels.cpu.short_convolution import (
+    LONGEST_KERNEL,
+    PIECE,
+    begin_window,
+    convolve,
+    fill_window,
+    float_rows,
+    keep_inputs,
+    move_window,
+    scratch_at,
+    sum_of_squares,
+)
 from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 from rootstock.kernels.cpu.vector_lanes import F32, FLOATS, I64, LANES, add_product, load, splat, store
 
 _COLUMNS = 2 * LANES  # of a state that are computed together
-_PIECE = 32  # tokens whose queries, keys and values are prepared together
 _PARALLEL_FROM = 1 << 15  # elements of states that pass by; fewer are computed by the calling thread
-_LONGEST_KERNEL = 64
 
 JOB = np.dtype(
     [
@@ -69,6 +79,7 @@ JOB = np.dtype(
         ("kernel", "i8"),  # positions that the convolution reads
         ("kept", "i8"),  # positions that a convolution's state has, the last one last
         ("conv_weight", "i8"),  # addresses of float32: [kernel, channels]
+        ("conv_bias", "i8"),  # [channels]
         ("decay", "i8"),  # [value heads]
         ("time_bias", "i8"),  # [value heads]
         ("norm_weight", "i8"),  # [value_dim]
@@ -155,30 +166,6 @@ def _delta_step(
 
 
 @compiled_exactly
-def _convolve(window: Any, weight: Any, tokens: Any, out: Any) -> None:
-    """Computes silu(causal convolution). window [kernel - 1 + tokens, channels], weight [kernel, channels]"""
-    kernel, channels = weight.shape
-    for t in range(tokens):
-        row = out[t]
-        for c in range(channels):
-            row[c] = window[t, c] * weight[0, c]
-        for j in range(1, kernel):
-            for c in range(channels):
-                row[c] += window[t + j, c] * weight[j, c]
-        for c in range(channels):
-            small = exp(-abs(row[c]))
-            row[c] *= (np.float32(1) if row[c] >= 0 else small) / (np.float32(1) + small)
-
-
-@compiled
-def _sum_of_squares(row: Any) -> Any:
-    total = np.float32(0)
-    for i in range(row.shape[0]):
-        total += row[i] * row[i]
-    return total
-
-
-@compiled_exactly
 def _scale(row: Any, factor: Any) -> None:
     for i in range(row.shape[0]):
         row[i] *= factor
@@ -191,39 +178,6 @@ def _norm_and_gate(row: Any, scale: Any, weight: Any, gate: Any, out: Any) -> No
         small = exp(-abs(z))
         sigmoid = (np.float32(1) if z >= 0 else small) / (np.float32(1) + small)
         out[i] = narrow(row[i] * scale * weight[i] * (z * sigmoid), out)
-
-
-@compiled
-def _begin_window(state: Any, has_state: Any, window: Any, before: Any) -> None:
-    """Fills the first rows of a window with the last inputs before the new ones. state [channels, kept]"""
-    channels, kept = state.shape
-    for j in range(before):
-        for c in range(channels):
-            window[j, c] = widen(state[c, kept - before + j]) if has_state else np.float32(0)
-
-
-@compiled
-def _fill_window(rows: Any, row: Any, column: Any, tokens: Any, window: Any, before: Any) -> None:
-    for t in range(tokens):
-        given = rows[row + t]
-        into = window[before + t]
-        for c in range(into.shape[0]):
-            into[c] = widen(given[column + c])
-
-
-@compiled
-def _keep_inputs(rows: Any, row: Any, column: Any, new: Any, state: Any, has_state: Any) -> None:
-    """Writes the last `kept` inputs of a sequence with `new` rows to its state [channels, kept]."""
-    channels, kept = state.shape
-    moved = max(0, kept - new)
-    for c in range(channels):
-        for j in range(moved):
-            if has_state:
-                state[c, j] = state[c, j + new]
-            else:
-                state[c, j] = narrow(np.float32(0), state)
-        for j in range(moved, kept):
-            state[c, j] = rows[row + new - kept + j, column + c]
 
 
 @compiled
@@ -260,11 +214,6 @@ def _store_state(tiles: Any, state: Any) -> None:
 
 
 @compiled
-def _floats(at: Any, first: Any, rows: Any, columns: Any) -> Any:
-    return nb.carray(pointer_to(at + 4 * first), (rows, columns), np.float32)
-
-
-@compiled
 def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_element: Any) -> None:
     """Computes one sequence and one key head with its value heads."""
     key_dim, value_dim, group, kernel = job.key_dim, job.value_dim, job.group, job.kernel
@@ -281,6 +230,7 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
         slot
     ]
     weight = nb.carray(pointer_to(job.conv_weight), (kernel, channels), np.float32)
+    bias = nb.carray(pointer_to(job.conv_bias), (channels,), np.float32)
     decays = nb.carray(pointer_to(job.decay), (value_heads,), np.float32)
     time_bias = nb.carray(pointer_to(job.time_bias), (value_heads,), np.float32)
     norm_weight = nb.carray(pointer_to(job.norm_weight), (value_dim,), np.float32)
@@ -288,59 +238,60 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
     q_channel = head * key_dim
     k_channel = job.key_heads * key_dim + head * key_dim
     v_channel = 2 * job.key_heads * key_dim + head * group * value_dim
+    q_end, k_end, v_end = q_channel + key_dim, k_channel + key_dim, v_channel + group * value_dim
     q_column, k_column = job.q_at + head * job.q_step, job.k_at + head * job.k_step
     v_column, z_column = job.v_at + head * job.v_step, job.z_at + head * job.z_step
     b_column, a_column = job.b_at + head * job.b_step, job.a_at + head * job.a_step
 
     at = job.scratch + 4 * thread * job.scratch_floats
-    window_rows = before + _PIECE
-    query_window = _floats(at, 0, window_rows, key_dim)
+    window_rows = before + PIECE
+    query_window = float_rows(at, 0, window_rows, key_dim)
     used = window_rows * key_dim
-    key_window = _floats(at, used, window_rows, key_dim)
+    key_window = float_rows(at, used, window_rows, key_dim)
     used += window_rows * key_dim
-    value_window = _floats(at, used, window_rows, group * value_dim)
+    value_window = float_rows(at, used, window_rows, group * value_dim)
     used += window_rows * group * value_dim
-    query = _floats(at, used, _PIECE, even)
-    used += _PIECE * even
-    key = _floats(at, used, _PIECE, even)
-    used += _PIECE * even
-    convolved = _floats(at, used, _PIECE, group * value_dim)
-    used += _PIECE * group * value_dim
-    value = _floats(at, used, _PIECE, padded)
-    used += _PIECE * padded
-    result = _floats(at, used, _PIECE, padded)
-    used += _PIECE * padded
-    numbers = _floats(at, used, _PIECE, 2)
-    used += _PIECE * 2
+    query = float_rows(at, used, PIECE, even)
+    used += PIECE * even
+    key = float_rows(at, used, PIECE, even)
+    used += PIECE * even
+    convolved = float_rows(at, used, PIECE, group * value_dim)
+    used += PIECE * group * value_dim
+    value = float_rows(at, used, PIECE, padded)
+    used += PIECE * padded
+    result = float_rows(at, used, PIECE, padded)
+    used += PIECE * padded
+    numbers = float_rows(at, used, PIECE, 2)
+    used += PIECE * 2
     tiles = nb.carray(pointer_to(at + 4 * used), (group, parts, even, _COLUMNS), np.float32)
 
-    _begin_window(conv[q_channel : q_channel + key_dim], has_state, query_window, before)
-    _begin_window(conv[k_channel : k_channel + key_dim], has_state, key_window, before)
-    _begin_window(conv[v_channel : v_channel + group * value_dim], has_state, value_window, before)
+    begin_window(conv[q_channel:q_end], has_state, query_window, before)
+    begin_window(conv[k_channel:k_end], has_state, key_window, before)
+    begin_window(conv[v_channel:v_end], has_state, value_window, before)
     for h in range(group):
         _load_state(states[head * group + h], has_state, tiles[h])
     for i in range(key_dim, even):
-        for t in range(_PIECE):
+        for t in range(PIECE):
             query[t, i] = np.float32(0)
             key[t, i] = np.float32(0)
     for i in range(value_dim, padded):
-        for t in range(_PIECE):
+        for t in range(PIECE):
             value[t, i] = np.float32(0)
 
-    for begin in range(0, new, _PIECE):
-        tokens, row = min(_PIECE, new - begin), first_row + begin
-        _fill_window(rows, row, q_column, tokens, query_window, before)
-        _fill_window(rows, row, k_column, tokens, key_window, before)
-        _fill_window(rows, row, v_column, tokens, value_window, before)
-        _convolve(query_window, weight[:, q_channel : q_channel + key_dim], tokens, query)
-        _convolve(key_window, weight[:, k_channel : k_channel + key_dim], tokens, key)
-        _convolve(value_window, weight[:, v_channel : v_channel + group * value_dim], tokens, convolved)
+    for begin in range(0, new, PIECE):
+        tokens, row = min(PIECE, new - begin), first_row + begin
+        fill_window(rows, row, q_column, tokens, query_window, before)
+        fill_window(rows, row, k_column, tokens, key_window, before)
+        fill_window(rows, row, v_column, tokens, value_window, before)
+        convolve(query_window, weight[:, q_channel:q_end], bias[q_channel:q_end], tokens, query)
+        convolve(key_window, weight[:, k_channel:k_end], bias[k_channel:k_end], tokens, key)
+        convolve(value_window, weight[:, v_channel:v_end], bias[v_channel:v_end], tokens, convolved)
         for t in range(tokens):
             own = query[t, :key_dim]
-            of_query = np.float32(1) / np.sqrt(_sum_of_squares(own) + np.float32(1e-6))
-            _scale(own, of_query / np.sqrt(np.float32(key_dim)))
+            query_scale = np.float32(1) / np.sqrt(sum_of_squares(own) + np.float32(1e-6))
+            _scale(own, query_scale / np.sqrt(np.float32(key_dim)))
             own = key[t, :key_dim]
-            _scale(own, np.float32(1) / np.sqrt(_sum_of_squares(own) + np.float32(1e-6)))
+            _scale(own, np.float32(1) / np.sqrt(sum_of_squares(own) + np.float32(1e-6)))
         for h in range(group):
             number = head * group + h
             for t in range(tokens):
@@ -366,20 +317,17 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
                     )
             for t in range(tokens):
                 own = result[t, :value_dim]
-                mean = _sum_of_squares(own) / np.float32(value_dim)
+                mean = sum_of_squares(own) / np.float32(value_dim)
                 gate = rows[row + t, z_column + h * value_dim : z_column + (h + 1) * value_dim]
                 into = out[row + t, number * value_dim : (number + 1) * value_dim]
                 _norm_and_gate(own, np.float32(1) / np.sqrt(mean + job.eps), norm_weight, gate, into)
-        for j in range(before):
-            for c in range(key_dim):
-                query_window[j, c] = query_window[tokens + j, c]
-                key_window[j, c] = key_window[tokens + j, c]
-            for c in range(group * value_dim):
-                value_window[j, c] = value_window[tokens + j, c]
+        move_window(query_window, tokens, before)
+        move_window(key_window, tokens, before)
+        move_window(value_window, tokens, before)
 
-    _keep_inputs(rows, first_row, q_column, new, conv[q_channel : q_channel + key_dim], has_state)
-    _keep_inputs(rows, first_row, k_column, new, conv[k_channel : k_channel + key_dim], has_state)
-    _keep_inputs(rows, first_row, v_column, new, conv[v_channel : v_channel + group * value_dim], has_state)
+    keep_inputs(rows, first_row, q_column, new, conv[q_channel:q_end], has_state)
+    keep_inputs(rows, first_row, k_column, new, conv[k_channel:k_end], has_state)
+    keep_inputs(rows, first_row, v_column, new, conv[v_channel:v_end], has_state)
     for h in range(group):
         _store_state(tiles[h], states[head * group + h])
 
@@ -470,6 +418,7 @@ class DeltaNetWeights:
     """Weights between the linear layers, float32."""
 
     conv: Tensor  # [channels, kernel]
+    conv_bias: Tensor | None  # [channels]
     decay: Tensor  # [value heads]: a = exp(decay · softplus(time step + time_bias))
     time_bias: Tensor  # [value heads]
     norm: Tensor  # [value_dim]
@@ -484,25 +433,31 @@ class GatedDeltaLoops:
         """Raises ValueError for sizes that the loops do not serve."""
         group, rest = divmod(heads.values, heads.keys)
         kernel = weights.conv.shape[1]
-        if rest or not 1 < kernel <= _LONGEST_KERNEL:
+        if rest or not 1 < kernel <= LONGEST_KERNEL:
             raise ValueError(f"no loops for {heads} and a convolution over {kernel} positions")
         self.heads = heads
         self._kept: list[Tensor] = []  # the job has their addresses
         self._claimed = np.zeros(2, np.int64)
         self._jobs = np.zeros(1, JOB)
-        self._scratch_floats = _scratch_floats(heads, group, kernel)
+        self._scratch_floats = _scratchfloats(heads, group, kernel)
         job: Any = self._jobs[0]
         job["claimed"] = self._claimed.ctypes.data
         job["scratch_floats"] = self._scratch_floats
         job["key_heads"], job["group"] = heads.keys, group
         job["key_dim"], job["value_dim"], job["kernel"] = heads.key_dim, heads.value_dim, kernel
         job["conv_weight"] = self._keep(weights.conv.t())
+        bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
+        job["conv_bias"] = self._keep(bias)
         job["decay"], job["time_bias"] = self._keep(weights.decay), self._keep(weights.time_bias)
         job["norm_weight"] = self._keep(weights.norm)
         job["strength"], job["eps"] = weights.strength, weights.eps
         parts = columns.query, columns.key, columns.value, columns.gate, columns.strength, columns.time_step
         for name, part in zip("qkvzba", parts, strict=True):
             job[f"{name}_at"], job[f"{name}_step"] = part.at, part.step
+
+    @property
+    def inner(self) -> int:
+        return self.heads.values * self.heads.value_dim
 
     def _keep(self, weight: Tensor) -> int:
         kept = weight.detach().float().contiguous()
@@ -528,7 +483,7 @@ class GatedDeltaLoops:
         if len(rows) * heads.values * heads.key_dim * heads.value_dim >= _PARALLEL_FROM:
             threads = min(torch.get_num_threads(), len(sequences) * heads.keys)
         job: Any = self._jobs[0]
-        job["scratch"] = _scratch(threads * self._scratch_floats)
+        job["scratch"] = scratch_at(threads * self._scratch_floats)
         job["sequences"], job["sequence_count"] = sequences.data_ptr(), len(sequences)
         job["rows"], job["row_count"], job["width"] = rows.data_ptr(), *rows.shape
         job["conv"], job["kept"] = conv.data_ptr(), conv.shape[2]
@@ -541,23 +496,11 @@ class GatedDeltaLoops:
             run_on_threads(function, self._jobs.ctypes.data, threads)
 
 
-def _scratch_floats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
+def _scratchfloats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
     """Returns the scratch memory of one thread, as `_task` divides it."""
     even = (heads.key_dim + 1) // 2 * 2
     parts = -(-heads.value_dim // _COLUMNS)
     width = 2 * heads.key_dim + group * heads.value_dim
-    windows = (kernel - 1 + _PIECE) * width
-    piece = _PIECE * (2 * even + group * heads.value_dim + 2 * parts * _COLUMNS + 2)
+    windows = (kernel - 1 + PIECE) * width
+    piece = PIECE * (2 * even + group * heads.value_dim + 2 * parts * _COLUMNS + 2)
     return windows + piece + group * parts * even * _COLUMNS
-
-
-_scratch_memory = torch.empty(0, dtype=torch.float32)
-
-
-def _scratch(floats: int) -> int:
-    """Returns the address of scratch memory, valid until the next call. All mixers share it: they run one after the
-    other."""
-    global _scratch_memory
-    if len(_scratch_memory) < floats:
-        _scratch_memory = torch.empty(floats, dtype=torch.float32)
-    return _scratch_memory.data_ptr()

@@ -45,6 +45,12 @@ def limit_time_steps(model: nn.Module, found: Surveyed) -> bool:
     return changed
 
 
+def limits_of(mixer: nn.Module) -> Limits:
+    """Returns the limits that a mixer applies to each token, after `limit_time_steps`."""
+    bias = getattr(mixer, "dt_bias", None)
+    return bias.limits if isinstance(bias, _LimitingBias) else _UNLIMITED
+
+
 def _limits(given: object) -> Limits | None:
     """Returns the two limits, or None if these are not two numbers in order."""
     if not isinstance(given, (list, tuple)) or len(given) != 2:
@@ -60,6 +66,13 @@ class _LimitingBias(Tensor):
     update."""
 
     limits: ClassVar[Limits]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(Tensor).detach().clone()
+        copied = _limiting(nn.Parameter(plain, requires_grad=False), self.limits)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(

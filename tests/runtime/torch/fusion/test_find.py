@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTr
 from checkpoints import saved
 from rootstock.runtime.torch.fallback import use_attention
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
-from rootstock.runtime.torch.fusion.delta_nets import FusedDeltaNet
 from rootstock.runtime.torch.fusion.find import fuse
 from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from rootstock.runtime.torch.fusion.recurrences import FusedRecurrence
 from rootstock.runtime.torch.inspect.attention_probe import probe_packed
 from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.survey import survey
@@ -82,17 +82,25 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers"),
-    [("qwen3_next", 4), ("qwen3_5_text", 4), ("qwen3_5_moe_text", 4), ("olmo_hybrid", 3)],
+    ("model_type", "mixers", "layers"),
+    [
+        ("qwen3_next", 3, 4),
+        ("qwen3_5_text", 3, 4),
+        ("qwen3_5_moe_text", 3, 4),
+        ("olmo_hybrid", 3, 3),  # its attention normalises queries and keys of all heads together
+        ("bamba", 2, 4),
+        ("granitemoehybrid", 2, 0),  # its residuals have a multiplier
+        ("nemotron_h", 2, 0),  # its layers have one part each
+        ("zamba2", 4, 2),
+        ("mamba2", 3, 0),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_of_the_gated_delta_rule_are_fused_whole(
-    model_type: str, layers: int, dtype: torch.dtype
-) -> None:
-    """Attention of an OLMo-Hybrid normalises queries and keys of all heads together, which has no fused form."""
-    found = kinds(fused(model_of(model_type, dtype)))
-    assert found[FusedDeltaNet] == 3
-    assert found[FusedLayer] == layers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recurrent_mixers_are_fused(model_type: str, mixers: int, layers: int, dtype: str) -> None:
+    runtime = loaded(model_type, dtype)
+    forms = Counter(type(module.forward) for module in runtime._model.modules() if is_fused(module))
+    assert (forms[FusedRecurrence], forms[FusedLayer]) == (mixers, layers)
+    assert runtime.description.mode_reason == ""
 
 
 def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -312,7 +320,7 @@ def test_without_numba_no_part_is_fused(monkeypatch: pytest.MonkeyPatch) -> None
     parts = (
         "rootstock.runtime.torch.fusion.find",
         "rootstock.runtime.torch.fusion.modules",
-        "rootstock.runtime.torch.fusion.delta_nets",
+        "rootstock.runtime.torch.fusion.recurrences",
     )
     for name in [name for name in sys.modules if name in parts]:
         monkeypatch.delitem(sys.modules, name)

@@ -28,7 +28,7 @@ from rootstock.runtime.torch.fusion.base import (
     Projection,
     is_fused,
 )
-from rootstock.runtime.torch.fusion.delta_nets import FusedDeltaNet, agreeing
+from rootstock.runtime.torch.fusion.delta_nets import delta_nets
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
     FusedLayer,
@@ -40,6 +40,8 @@ from rootstock.runtime.torch.fusion.modules import (
     Norms,
     ProjectionHeads,
 )
+from rootstock.runtime.torch.fusion.recurrences import FindParts, FusedRecurrence, agreeing
+from rootstock.runtime.torch.fusion.state_spaces import state_spaces
 from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark, runs_alone
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
 from rootstock.runtime.torch.inspect.survey import Surveyed
@@ -51,6 +53,8 @@ _ACTIVATION_TOLERANCE = 1e-3  # relative to 1 + |x|: two forms of GELU differ by
 _LARGER = 16.0  # large enough to show clipping and saturation
 # Small enough that a layer's part of the hidden states is not lost in the rounding of their sum.
 _SMALLER = 1 / 256
+
+_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces)
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -105,7 +109,7 @@ class _Fuser:
         taken: set[nn.Linear] = set()
         for part in self._parts.values():
             of_part: tuple[Projection, ...] = ()
-            if isinstance(part, FusedAttention | FusedDeltaNet):
+            if isinstance(part, FusedAttention | FusedRecurrence):
                 of_part = part.inputs, part.output
             elif isinstance(part, FusedMLP):
                 of_part = part.gate_up, part.down
@@ -148,10 +152,12 @@ class _Fuser:
             return
         index = self._mixer_index[module]
         shapes = [shape for shape in self._found.states if shape.key.layer == index]
-        form = agreeing(module, self._calls[module], index, shapes, self._loops)
-        if form is not None:
-            module.forward = form
-            self._parts[name] = form
+        for find in _RECURRENCES:
+            form = agreeing(find, module, self._calls[module], index, shapes, self._loops)
+            if form is not None:
+                module.forward = form
+                self._parts[name] = form
+                return
 
     def _agrees(self, module: nn.Module, form: Fused) -> bool:
         args, kwargs = self._calls[module]
@@ -165,7 +171,9 @@ class _Fuser:
                 got = form(*_scaled(args, times), **_given(kwargs, times, ours))
             except Exception:  # the module's own code, or a shape that does not fit: the form does not apply
                 return False
-            if type(expected) is not type(got) or not self._alike(_first(expected), _first(got)):
+            if _given_beside(expected) != _given_beside(got) or not self._alike(
+                _first(expected), _first(got)
+            ):
                 return False
             if own.given.keys() != ours.given.keys():
                 return False
@@ -291,13 +299,13 @@ class _Fuser:
             return
         for order in _ORDERS:
             if set(order) == set(norms):
-                for gives_tuple in (False, True):
+                for outputs in range(3):
                     yield FusedLayer(
                         module.forward,
                         mixers[0],
                         others[0],
                         Norms(*(norms[name] for name in order)),
-                        gives_tuple,
+                        outputs,
                         self._loops,
                     )
 
@@ -315,6 +323,7 @@ def _are_alike(one: Activation, other: Activation) -> bool:
 # Names of a layer's norms, in the order of `Norms`.
 _ORDERS = (
     ("input_layernorm", "post_attention_layernorm"),
+    ("input_layernorm", "pre_ff_layernorm"),
     (
         "input_layernorm",
         "pre_feedforward_layernorm",
@@ -345,6 +354,11 @@ def _first(output: Any) -> Tensor:
     first = output[0] if isinstance(output, tuple) else output
     assert isinstance(first, Tensor), "a module that returns something else has no fused form"
     return first
+
+
+def _given_beside(output: Any) -> list[bool] | None:
+    """Returns for each output beside the first whether it is one; None: the module returns no tuple."""
+    return [other is not None for other in output[1:]] if isinstance(output, tuple) else None
 
 
 class _Recorder(ProbeCache, FusedStep):

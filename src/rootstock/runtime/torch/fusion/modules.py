@@ -190,7 +190,9 @@ class FusedLayer(Fused):
     mixer: FusedMixer
     mlp: nn.Module | FusedMLP
     norms: Norms
-    gives_tuple: bool
+    outputs: (
+        int  # 0: the rows alone; else a tuple of this length, of the rows and of None (weights of attention)
+    )
     loops: FusedLoops
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +207,7 @@ class FusedLayer(Fused):
             return self.own(hidden_states, *args, **kwargs)
         rows = hidden_states[0].contiguous()
         out = self.rows(rows, self.mixer.rotation(kwargs), step)[None]
-        return (out,) if self.gives_tuple else out
+        return (out, *[None] * (self.outputs - 1)) if self.outputs else out
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
         """Computes rows [tokens, hidden] → [tokens, hidden] in new memory, because a model may keep a layer's

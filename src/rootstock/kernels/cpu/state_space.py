@@ -1,0 +1,496 @@
+"""Compiled loops for Mamba-2 mixers: convolution, state-space recurrence and gated norm in one call for a step.
+
+The recurrence (Dao and Gu 2024, arXiv 2405.21060) keeps for each head a state S [head_dim, state_dim]. A token with
+input x, time step Δ and vectors B and C of its group changes it to
+
+    S ← exp(Δ · A) · S + Δ · x Bᵀ        and gives        S C + D · x
+
+Each token is computed after the one before it, also in a prefill, for the same reason as in `gated_delta.py`: a row's
+bits depend neither on the chunks of its prompt nor on other sequences or threads.
+
+The recurrence's tasks are one sequence and a few heads of one group. When all of them have ended, the rows are gated
+and normalised, and the convolutions' last inputs are written to the pool, from which the tasks had to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from rootstock.kernels.cpu.compiler import (
+    c_function,
+    cgutils,
+    compiled,
+    compiled_exactly,
+    exp,
+    fetch_add,
+    intrinsic,
+    narrow,
+    nb,
+    pointer_to,
+    types,
+    widen,
+)
+from rootstock.kernels.cpu.short_convolution import (
+    LONGEST_KERNEL,
+    PIECE,
+    begin_window,
+    convolve,
+    fill_window,
+    float_rows,
+    keep_inputs,
+    move_window,
+    scratch_at,
+    sum_of_squares,
+)
+from rootstock.kernels.cpu.threads import callable_at, run_on_threads
+from rootstock.kernels.cpu.vector_lanes import (
+    F32,
+    FLOATS,
+    I64,
+    LANES,
+    add_product,
+    load,
+    splat,
+    store,
+    sum_of_lanes,
+)
+
+_ROWS = 4  # of a state that are computed together
+_MOST_HEADS = 4  # of a task
+_NORM_ROWS = 4  # that a thread claims
+_PARALLEL_FROM = 1 << 15  # elements of states that pass by; fewer are computed by the calling thread
+_RECURRENCE, _NORM = range(2)
+
+JOB = np.dtype(
+    [
+        ("phase", "i8"),
+        ("claimed", "i8"),  # address of two int64: tasks that threads have begun, and threads that have begun
+        ("scratch", "i8"),  # address of `scratch_floats` float32 for each thread
+        ("scratch_floats", "i8"),
+        ("sequences", "i8"),  # address of [sequence_count, 4] int64: first row, new rows, slot, has a state
+        ("sequence_count", "i8"),
+        ("rows", "i8"),  # address of [row_count, width]: gates, inputs, B, C, time steps
+        ("row_count", "i8"),
+        ("width", "i8"),
+        ("out", "i8"),  # address of [row_count, heads · head_dim]
+        ("conv", "i8"),  # address of [slots, channels, kept] of the rows' dtype
+        ("states", "i8"),  # address of [slots, heads, head_dim, state_dim]
+        ("slots", "i8"),
+        ("groups", "i8"),
+        ("heads", "i8"),  # a multiple of `groups`
+        ("heads_at_once", "i8"),  # of a task; divides the heads of a group
+        ("head_dim", "i8"),
+        ("state_dim", "i8"),
+        ("kernel", "i8"),  # positions that the convolution reads
+        ("kept", "i8"),  # positions that a convolution's state has, the last one last
+        ("norm_width", "i8"),  # columns that are normalised together
+        ("conv_weight", "i8"),  # addresses of float32: [kernel, channels]
+        ("conv_bias", "i8"),  # [channels]
+        ("decay", "i8"),  # [heads]: A
+        ("time_bias", "i8"),  # [heads]
+        ("direct", "i8"),  # [heads]: D
+        ("norm_weight", "i8"),  # [heads · head_dim]
+        ("least_step", "f4"),  # limits of a time step
+        ("most_step", "f4"),
+        ("eps", "f4"),  # of the norm
+    ]
+)
+
+
+# ---- one token and a head's state
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _scan_step(
+    typing: Any, state: Any, inputs: Any, b: Any, c: Any, out: Any, decay: Any, rows: Any, width: Any
+) -> Any:
+    """Computes one token for a head's state.
+
+    state           address of [rows, width] float32, changed in place; multiples of `_ROWS` and `LANES`
+    inputs, out     addresses of [rows] float32: Δ · x, and S C
+    b, c            addresses of [width] float32
+    decay           float32
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        state, inputs, b, c, out, decay, rows, width = given
+        row_bytes = builder.shl(width, I64(2))
+        kept = splat(builder, decay)
+        totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(_ROWS)]
+        with cgutils.for_range(builder, builder.lshr(rows, I64(2)), intp=I64) as block:
+            first = builder.shl(block.index, I64(2))
+            shares, places = [], []
+            for r in range(_ROWS):
+                row = builder.add(first, I64(r))
+                at = builder.add(inputs, builder.shl(row, I64(2)))
+                shares.append(splat(builder, builder.load(builder.inttoptr(at, F32.as_pointer()), align=4)))
+                places.append(builder.add(state, builder.mul(row, row_bytes)))
+                builder.store(ir.Constant(FLOATS, [0.0] * LANES), totals[r])
+            with cgutils.for_range(builder, builder.lshr(width, I64(4)), intp=I64) as column:
+                offset = builder.shl(column.index, I64(6))
+                of_b, of_c = (load(builder, builder.add(vector, offset)) for vector in (b, c))
+                for r in range(_ROWS):
+                    place = builder.add(places[r], offset)
+                    before = builder.fmul(load(builder, place), kept)
+                    after = add_product(builder, before, of_b, shares[r])
+                    store(builder, after, place)
+                    builder.store(add_product(builder, builder.load(totals[r]), after, of_c), totals[r])
+            for r in range(_ROWS):
+                at = builder.add(out, builder.shl(builder.add(first, I64(r)), I64(2)))
+                total = sum_of_lanes(builder, builder.load(totals[r]))
+                builder.store(total, builder.inttoptr(at, F32.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    arguments = (*(types.int64,) * 5, types.float32, types.int64, types.int64)
+    return types.void(*arguments), generate
+
+
+# ---- the recurrence
+
+
+@compiled
+def _load_state(state: Any, has_state: Any, into: Any) -> None:
+    """Copies state [head_dim, state_dim] into padded rows, or fills these with zeros."""
+    head_dim, state_dim = state.shape
+    for p in range(into.shape[0]):
+        row = into[p]
+        for n in range(row.shape[0]):
+            row[n] = np.float32(0)
+        if has_state and p < head_dim:
+            for n in range(state_dim):
+                row[n] = widen(state[p, n])
+
+
+@compiled
+def _store_state(given: Any, state: Any) -> None:
+    head_dim, state_dim = state.shape
+    for p in range(head_dim):
+        row, into = given[p], state[p]
+        for n in range(state_dim):
+            into[n] = narrow(row[n], into)
+
+
+@compiled
+def _task(job: Any, sequence: Any, block: Any, thread: Any, element: Any, state_element: Any) -> None:
+    """Computes one sequence and the heads of one block."""
+    head_dim, state_dim, kernel, heads = job.head_dim, job.state_dim, job.kernel, job.heads_at_once
+    before, inner, of_groups = kernel - 1, job.heads * job.head_dim, job.groups * job.state_dim
+    channels = inner + 2 * of_groups
+    padded, columns = (head_dim + _ROWS - 1) // _ROWS * _ROWS, (state_dim + LANES - 1) // LANES * LANES
+    own = heads * head_dim
+    first_head = block * heads
+    group = first_head // (job.heads // job.groups)
+
+    first_row, new, slot, has_state = sequence[0], sequence[1], sequence[2], sequence[3] != 0
+    rows = nb.carray(pointer_to(job.rows), (job.row_count, job.width), element)
+    out = nb.carray(pointer_to(job.out), (job.row_count, inner), element)
+    conv = nb.carray(pointer_to(job.conv), (job.slots, channels, job.kept), element)[slot]
+    shape = (job.slots, job.heads, head_dim, state_dim)
+    states = nb.carray(pointer_to(job.states), shape, state_element)[slot]
+    weight = nb.carray(pointer_to(job.conv_weight), (kernel, channels), np.float32)
+    bias = nb.carray(pointer_to(job.conv_bias), (channels,), np.float32)
+    decays = nb.carray(pointer_to(job.decay), (job.heads,), np.float32)
+    time_bias = nb.carray(pointer_to(job.time_bias), (job.heads,), np.float32)
+    direct = nb.carray(pointer_to(job.direct), (job.heads,), np.float32)
+
+    x_channel = first_head * head_dim
+    b_channel = inner + group * state_dim
+    c_channel = inner + of_groups + group * state_dim
+    x_end, b_end, c_end = x_channel + own, b_channel + state_dim, c_channel + state_dim
+
+    at = job.scratch + 4 * thread * job.scratch_floats
+    window_rows = before + PIECE
+    x_window = float_rows(at, 0, window_rows, own)
+    used = window_rows * own
+    b_window = float_rows(at, used, window_rows, state_dim)
+    used += window_rows * state_dim
+    c_window = float_rows(at, used, window_rows, state_dim)
+    used += window_rows * state_dim
+    x = float_rows(at, used, PIECE, own)
+    used += PIECE * own
+    b = float_rows(at, used, PIECE, columns)
+    used += PIECE * columns
+    c = float_rows(at, used, PIECE, columns)
+    used += PIECE * columns
+    share = float_rows(at, used, 1, padded)[0]
+    used += padded
+    result = float_rows(at, used, 1, padded)[0]
+    used += padded
+    kept = nb.carray(pointer_to(at + 4 * used), (heads, padded, columns), np.float32)
+
+    begin_window(conv[x_channel:x_end], has_state, x_window, before)
+    begin_window(conv[b_channel:b_end], has_state, b_window, before)
+    begin_window(conv[c_channel:c_end], has_state, c_window, before)
+    for h in range(heads):
+        _load_state(states[first_head + h], has_state, kept[h])
+    for t in range(PIECE):
+        for n in range(state_dim, columns):
+            b[t, n] = np.float32(0)
+            c[t, n] = np.float32(0)
+    for p in range(head_dim, padded):
+        share[p] = np.float32(0)
+
+    for begin in range(0, new, PIECE):
+        tokens, row = min(PIECE, new - begin), first_row + begin
+        fill_window(rows, row, inner + x_channel, tokens, x_window, before)
+        fill_window(rows, row, inner + b_channel, tokens, b_window, before)
+        fill_window(rows, row, inner + c_channel, tokens, c_window, before)
+        convolve(x_window, weight[:, x_channel:x_end], bias[x_channel:x_end], tokens, x)
+        convolve(b_window, weight[:, b_channel:b_end], bias[b_channel:b_end], tokens, b)
+        convolve(c_window, weight[:, c_channel:c_end], bias[c_channel:c_end], tokens, c)
+        for h in range(heads):
+            head = first_head + h
+            for t in range(tokens):
+                step = np.float64(widen(rows[row + t, inner + channels + head])) + np.float64(time_bias[head])
+                soft = np.float32(step if step > 20.0 else np.log1p(np.exp(step)))
+                soft = min(max(soft, job.least_step), job.most_step)
+                decay = np.float32(np.exp(np.float64(decays[head]) * np.float64(soft)))
+                own_x = x[t, h * head_dim : (h + 1) * head_dim]
+                for p in range(head_dim):
+                    share[p] = soft * own_x[p]
+                _scan_step(
+                    kept[h].ctypes.data,
+                    share.ctypes.data,
+                    b[t].ctypes.data,
+                    c[t].ctypes.data,
+                    result.ctypes.data,
+                    decay,
+                    padded,
+                    columns,
+                )
+                into = out[row + t, head * head_dim : (head + 1) * head_dim]
+                for p in range(head_dim):
+                    into[p] = narrow(result[p] + direct[head] * own_x[p], into)
+        move_window(x_window, tokens, before)
+        move_window(b_window, tokens, before)
+        move_window(c_window, tokens, before)
+
+    for h in range(heads):
+        _store_state(kept[h], states[first_head + h])
+
+
+# ---- after the recurrence
+
+
+@compiled_exactly
+def _gate(row: Any, gate: Any, gated: Any) -> None:
+    for i in range(row.shape[0]):
+        z = widen(gate[i])
+        small = exp(-abs(z))
+        gated[i] = widen(row[i]) * (z * ((np.float32(1) if z >= 0 else small) / (np.float32(1) + small)))
+
+
+@compiled_exactly
+def _scale_row(gated: Any, scale: Any, weight: Any, out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = narrow(gated[i] * scale * weight[i], out)
+
+
+@compiled
+def _norm_rows(job: Any, first: Any, end: Any, thread: Any, element: Any) -> None:
+    """Computes rms_norm(row · silu(gate)) in place, `norm_width` columns at a time."""
+    inner, width = job.heads * job.head_dim, job.norm_width
+    rows = nb.carray(pointer_to(job.rows), (job.row_count, job.width), element)
+    out = nb.carray(pointer_to(job.out), (job.row_count, inner), element)
+    weight = nb.carray(pointer_to(job.norm_weight), (inner,), np.float32)
+    gated = float_rows(job.scratch + 4 * thread * job.scratch_floats, 0, 1, width)[0]
+    for r in range(first, end):
+        for begin in range(0, inner, width):
+            part = out[r, begin : begin + width]
+            _gate(part, rows[r, begin : begin + width], gated)
+            mean = sum_of_squares(gated) / np.float32(width)
+            _scale_row(gated, np.float32(1) / np.sqrt(mean + job.eps), weight[begin : begin + width], part)
+
+
+@compiled
+def _keep_all(job: Any, sequence: Any, element: Any) -> None:
+    inner = job.heads * job.head_dim
+    channels = inner + 2 * job.groups * job.state_dim
+    rows = nb.carray(pointer_to(job.rows), (job.row_count, job.width), element)
+    conv = nb.carray(pointer_to(job.conv), (job.slots, channels, job.kept), element)
+    keep_inputs(rows, sequence[0], inner, sequence[1], conv[sequence[2]], sequence[3] != 0)
+
+
+@compiled
+def _work(job: Any, element: Any, state_element: Any) -> None:
+    """Runs one thread's share of a phase: claims tasks until none is left."""
+    claimed = nb.carray(pointer_to(job.claimed), (2,), np.int64)
+    sequences = nb.carray(pointer_to(job.sequences), (job.sequence_count, 4), np.int64)
+    thread = fetch_add(claimed, 1, 1)
+    blocks = job.heads // job.heads_at_once
+    while True:
+        task = fetch_add(claimed, 0, 1)
+        if job.phase == _RECURRENCE:
+            if task >= job.sequence_count * blocks:
+                return
+            _task(job, sequences[task // blocks], task % blocks, thread, element, state_element)
+        elif task < job.sequence_count:
+            _keep_all(job, sequences[task], element)
+        else:
+            first = (task - job.sequence_count) * _NORM_ROWS
+            if first >= job.row_count:
+                return
+            _norm_rows(job, first, min(first + _NORM_ROWS, job.row_count), thread, element)
+
+
+def _float32_scan_of_float32(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.float32, np.float32)
+
+
+def _bfloat16_scan_of_float32(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.float32, np.uint16)
+
+
+def _float32_scan_of_bfloat16(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.uint16, np.float32)
+
+
+def _bfloat16_scan_of_bfloat16(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.uint16, np.uint16)
+
+
+_FUNCTIONS: dict[tuple[torch.dtype, torch.dtype], Callable[[Any], None]] = {
+    (torch.float32, torch.float32): _float32_scan_of_float32,
+    (torch.float32, torch.bfloat16): _bfloat16_scan_of_float32,
+    (torch.bfloat16, torch.float32): _float32_scan_of_bfloat16,
+    (torch.bfloat16, torch.bfloat16): _bfloat16_scan_of_bfloat16,
+}
+
+
+@cache
+def _compiled_for(rows: torch.dtype, states: torch.dtype) -> int:
+    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
+    return c_function(_FUNCTIONS[rows, states], JOB)
+
+
+# ---- public interface
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceHeads:
+    """Numbers of heads and groups, and their dimensions."""
+
+    heads: int  # a multiple of `groups`
+    groups: int
+    head_dim: int
+    state_dim: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Returns the channels of the convolution: inputs, B, C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSpaceWeights:
+    """Weights between the linear layers, float32."""
+
+    conv: Tensor  # [channels, kernel]
+    conv_bias: Tensor | None  # [channels]
+    decay: Tensor  # [heads]: A
+    time_bias: Tensor  # [heads]
+    direct: Tensor  # [heads]: D
+    norm: Tensor  # [heads · head_dim]
+    norm_width: int  # columns that are normalised together
+    eps: float
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+class StateSpaceLoops:
+    """Loops of one mixer, for rows in float32 or bfloat16 on a CPU. One thread at a time may use them."""
+
+    def __init__(self, heads: StateSpaceHeads, weights: StateSpaceWeights) -> None:
+        """Raises ValueError for sizes that the loops do not serve."""
+        of_group, rest = divmod(heads.heads, heads.groups)
+        kernel = weights.conv.shape[1]
+        if rest or not 1 < kernel <= LONGEST_KERNEL or heads.inner % weights.norm_width:
+            raise ValueError(f"no loops for {heads} and a convolution over {kernel} positions")
+        self.heads = heads
+        self._blocks = heads.heads // _heads_at_once(of_group)
+        self._kept: list[Tensor] = []  # the job has their addresses
+        self._claimed = np.zeros(2, np.int64)
+        self._jobs = np.zeros(1, JOB)
+        self._scratch_floats = _scratch_floats(heads, _heads_at_once(of_group), kernel, weights.norm_width)
+        bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
+        job: Any = self._jobs[0]
+        job["claimed"] = self._claimed.ctypes.data
+        job["scratch_floats"] = self._scratch_floats
+        job["groups"], job["heads"], job["heads_at_once"] = (
+            heads.groups,
+            heads.heads,
+            _heads_at_once(of_group),
+        )
+        job["head_dim"], job["state_dim"], job["kernel"] = heads.head_dim, heads.state_dim, kernel
+        job["norm_width"], job["eps"] = weights.norm_width, weights.eps
+        job["conv_weight"], job["conv_bias"] = self._keep(weights.conv.t()), self._keep(bias)
+        job["decay"], job["time_bias"] = self._keep(weights.decay), self._keep(weights.time_bias)
+        job["direct"], job["norm_weight"] = self._keep(weights.direct), self._keep(weights.norm)
+        job["least_step"], job["most_step"] = weights.step_limits
+
+    @property
+    def inner(self) -> int:
+        return self.heads.inner
+
+    def _keep(self, weight: Tensor) -> int:
+        kept = weight.detach().float().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
+        """Computes the new rows of all sequences of a step, and changes their states in place.
+
+        rows        [rows, inner + channels + heads] what the linear layer gives: gates, inputs, B, C, time steps
+        sequences   [sequences, 4] int64: first row, number of rows, slot, and whether the slot has a state
+        conv        [slots, channels, n] inputs of the convolution before the new rows, in the rows' dtype
+        states      [slots, heads, head_dim, state_dim] float32 or bfloat16
+        out         [rows, inner] in the rows' dtype
+        """
+        heads = self.heads
+        assert all(tensor.is_contiguous() for tensor in (rows, sequences, conv, states, out))
+        assert rows.dtype == conv.dtype == out.dtype
+        assert rows.shape[1] == heads.inner + heads.channels + heads.heads
+        assert conv.shape[1] == heads.channels
+        assert conv.shape[2] >= self._jobs["kernel"][0] - 1
+        threads = 1
+        if len(rows) * heads.inner * heads.state_dim >= _PARALLEL_FROM:
+            threads = min(torch.get_num_threads(), len(sequences) * self._blocks)
+        job: Any = self._jobs[0]
+        job["scratch"] = scratch_at(threads * self._scratch_floats)
+        job["sequences"], job["sequence_count"] = sequences.data_ptr(), len(sequences)
+        job["rows"], job["row_count"], job["width"] = rows.data_ptr(), *rows.shape
+        job["conv"], job["kept"] = conv.data_ptr(), conv.shape[2]
+        job["states"], job["slots"], job["out"] = states.data_ptr(), len(states), out.data_ptr()
+        function = _compiled_for(rows.dtype, states.dtype)
+        for phase in (_RECURRENCE, _NORM):
+            job["phase"] = phase
+            self._claimed[:] = 0
+            if threads == 1:
+                callable_at(function)(self._jobs.ctypes.data)
+            else:
+                run_on_threads(function, self._jobs.ctypes.data, threads)
+
+
+def _heads_at_once(of_group: int) -> int:
+    """Returns the heads of a task: more share the convolution of B and C, fewer give threads more tasks."""
+    return max(n for n in range(1, _MOST_HEADS + 1) if of_group % n == 0)
+
+
+def _scratch_floats(heads: StateSpaceHeads, at_once: int, kernel: int, norm_width: int) -> int:
+    """Returns the scratch memory of one thread, as `_task` and `_norm_rows` divide it."""
+    padded, columns = -(-heads.head_dim // _ROWS) * _ROWS, -(-heads.state_dim // LANES) * LANES
+    own = at_once * heads.head_dim
+    windows = (kernel - 1 + PIECE) * (own + 2 * heads.state_dim)
+    piece = PIECE * (own + 2 * columns) + 2 * padded
+    return max(windows + piece + at_once * padded * columns, norm_width)

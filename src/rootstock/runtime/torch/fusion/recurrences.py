@@ -1,0 +1,182 @@
+"""Fused recurrent mixers: a projection, compiled loops over all sequences of a step, and a projection.
+
+Mixers are found by structure (delta_nets.py, state_spaces.py). A recurrence's own code rounds differently in narrow
+formats. A candidate is therefore compared in a float32 copy of the mixer: a prompt, a piece and a token after it, in
+results and in states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.runtime.torch.fusion.base import FusedStep, Projection
+from rootstock.runtime.torch.fusion.modules import FusedLoops, FusedMixer, only_harmless
+from rootstock.runtime.torch.module_parts import StepCache
+from rootstock.runtime.torch.state_pool import LayerStates, StateCache, TorchStatePool, TorchStateShape
+
+_TOLERANCE = 1e-4  # relative root mean square, of each row and each head's state
+_PIECES = (9, 6, 1)  # tokens of each call of the comparison
+_SCALES = (1.0, 16.0, 1 / 256)
+
+
+class RecurrentLoops(Protocol):
+    """Compiled loops between a mixer's linear layers."""
+
+    @property
+    def inner(self) -> int:
+        """Returns the width of their result."""
+        ...
+
+    def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
+        """Computes out [rows, inner] from the first projection's rows, and changes the states in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentParts:
+    """Parts of a mixer of a known structure."""
+
+    before: Sequence[nn.Linear]  # their outputs side by side
+    loops: RecurrentLoops
+    after: nn.Linear
+
+
+FindParts = Callable[[nn.Module, Sequence[TorchStateShape]], Iterator[RecurrentParts]]
+"""Yields the parts that a mixer may have. Shapes are of its layer's states."""
+
+
+@dataclass(eq=False)
+class FusedRecurrence(FusedMixer):
+    """Fused mixer: one projection, the loops, and a projection of their result."""
+
+    index: int  # number of the layer
+    inputs: Projection
+    output: Projection
+    mixer: RecurrentLoops
+    loops: FusedLoops
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = next((given for given in kwargs.values() if isinstance(given, FusedStep)), None)
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if args[1:] or step is None or not (isinstance(hidden, Tensor) and only_harmless(kwargs)):
+            return self.own(*args, **kwargs)
+        if hidden.dtype != self.loops.dtype or hidden.shape[0] != 1 or not self.serves(step):
+            return self.own(*args, **kwargs)
+        return self.rows(hidden[0], None, step)[None]
+
+    def serves(self, step: FusedStep) -> bool:
+        return step.states_of(self.index, self.loops.dtype) is not None
+
+    def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
+        states = step.states_of(self.index, self.loops.dtype)
+        assert states is not None, "`serves` was not asked"
+        mixed = self.loops.scratch("mixed", len(rows), self.mixer.inner)
+        self.mixer(self.inputs.multiply(rows), states.sequences, states.conv, states.recurrent, mixed)
+        return self.output.multiply(mixed)
+
+
+def agreeing(
+    find: FindParts,
+    mixer: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    index: int,
+    shapes: Sequence[TorchStateShape],
+    loops: FusedLoops,
+) -> FusedRecurrence | None:
+    """Returns the form that computes what the mixer computes, or None. `call`: arguments of a recorded call.
+
+    Allocates a float32 copy of the mixer while it compares.
+    """
+    own = mixer.forward
+    forms = _forms(find, mixer, own, index, shapes, loops)
+    args, kwargs = call
+    cache_name = next((name for name, given in kwargs.items() if isinstance(given, StepCache)), None)
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if (
+        not forms
+        or cache_name is None
+        or args[1:]
+        or not isinstance(hidden, Tensor)
+        or not only_harmless(kwargs)
+    ):
+        return None
+    del mixer.forward  # of the instance: it refers to the mixer
+    try:
+        copied = copy.deepcopy(mixer).float()
+    except Exception:  # of the mixer's own classes
+        return None
+    finally:
+        mixer.forward = own
+    wide = [replace(shape, dtype=torch.float32, stored=torch.float32) for shape in shapes]
+    given = hidden[0].float()
+    rows = torch.cat([given, -given.flip(0), given.roll(1, -1), given.flip(-1)])
+    rows = rows.repeat(-(-sum(_PIECES) // len(rows)), 1)[: sum(_PIECES)]
+    in_float32 = _forms(find, copied, own, index, wide, FusedLoops(torch.float32))
+    for form, same in zip(forms, in_float32, strict=True):
+        try:
+            if all(_agree(copied, same, cache_name, rows * times, wide) for times in _SCALES):
+                return form
+        except Exception:  # the mixer's own code, or a shape that does not fit: the form does not apply
+            return None
+    return None
+
+
+def _forms(
+    find: FindParts,
+    mixer: nn.Module,
+    own: Any,
+    index: int,
+    shapes: Sequence[TorchStateShape],
+    loops: FusedLoops,
+) -> list[FusedRecurrence]:
+    return [
+        FusedRecurrence(own, index, Projection(parts.before), Projection([parts.after]), parts.loops, loops)
+        for parts in find(mixer, shapes)
+    ]
+
+
+def _agree(
+    mixer: nn.Module, form: FusedRecurrence, cache_name: str, rows: Tensor, shapes: Sequence[TorchStateShape]
+) -> bool:
+    device = torch.device("cpu")
+    expected, ours = (TorchStatePool(shapes, 1, device) for _ in range(2))
+    first = 0
+    for tokens in _PIECES:
+        piece = rows[first : first + tokens]
+        cache = StateCache(expected, torch.zeros(1, dtype=torch.int64), continues=first > 0)
+        result = mixer(piece[None], **{cache_name: cache})
+        cache.keep()
+        given = result[0] if isinstance(result, tuple) else result
+        got = form.rows(piece, None, OneSequence(ours, tokens, continues=first > 0))
+        if given.shape != (1, *got.shape) or not _alike(given[0], got):
+            return False
+        first += tokens
+    return all(
+        _alike(theirs.tensor.flatten(0, 1), own.tensor.flatten(0, 1))
+        for theirs, own in zip(expected.memories, ours.memories, strict=True)
+    )
+
+
+def _alike(expected: Tensor, got: Tensor) -> bool:
+    """Compares row by row, over the last axis or the last two."""
+    exact = expected.double().flatten(1)
+    error = (exact - got.double().flatten(1)).square().mean(-1).sqrt()
+    return bool((error <= _TOLERANCE * exact.square().mean(-1).sqrt() + 1e-30).all())
+
+
+class OneSequence(FusedStep):
+    """Step of one sequence in slot 0 of a pool of states."""
+
+    def __init__(self, pool: TorchStatePool, tokens: int, *, continues: bool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._sequences = torch.tensor([[0, tokens, 0, int(continues)]])
+
+    def states_of(self, index: int, dtype: torch.dtype) -> LayerStates | None:
+        return self._pool.of_mixer(index, dtype, self._sequences)
