@@ -303,13 +303,15 @@ MUTATIONS = (
         ((TorchStatePool, "copy"),),
         from_the_next_slot,
     ),
-    Mutation("states of convolutions stay as they were", "falcon_h1", STORE, stores_only("recurrent_states")),
+    Mutation(
+        "states of convolutions stay as they were", "kimi_linear", STORE, stores_only("recurrent_states")
+    ),
     Mutation("the only states stay as they were", "lfm2", STORE, stores_only("recurrent_states")),
     Mutation("recurrent states stay as they were", "kimi_linear", STORE, stores_only("conv_states")),
-    Mutation("stored states are ignored", "falcon_h1", SLOTS, states(lambda slots, _: (slots, False))),
+    Mutation("stored states are ignored", "minimax", SLOTS, states(lambda slots, _: (slots, False))),
     Mutation(
         "a sequence begins with its slot's old state",
-        "falcon_h1",
+        "jamba",
         SLOTS,
         states(lambda slots, _: (slots, True)),
     ),

@@ -48,9 +48,10 @@ def mixer(heads: int, groups: int, head_dim: int, state_dim: int, kernel: int = 
         decay=-2 * torch.rand(heads),
         time_bias=torch.randn(heads),
         direct=torch.randn(heads),
-        norm=torch.rand(sizes.inner) + 0.5,
+        norm=None if heads == 5 else torch.rand(sizes.inner) + 0.5,
         norm_width=sizes.inner // groups,
         eps=1e-5,
+        gate_first=heads != 4,
         step_limits=(0.1, 0.9) if heads == 6 else (0.0, float("inf")),
     )
     return Mixer(sizes, weights)
@@ -80,10 +81,16 @@ def in_float64(
         decay = torch.exp(steps[t] * weights.decay.double())[:, None, None]
         carried = carried * decay + (steps[t][:, None] * x[t])[..., None] * b[t][:, None]
         results.append((carried * c[t][:, None]).sum(-1) + weights.direct.double()[:, None] * x[t])
-    gated = torch.stack(results).flatten(1) * F.silu(gate)
-    gated = gated.view(new, -1, weights.norm_width)
-    gated = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + weights.eps)
-    return gated.flatten(1) * weights.norm.double(), seen[-kept:].T, carried
+    result = torch.stack(results).flatten(1)
+    if weights.gate_first:
+        result = result * F.silu(gate)
+    if weights.norm is not None:
+        parts = result.view(new, -1, weights.norm_width)
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + weights.eps)
+        result = parts.flatten(1) * weights.norm.double()
+    if not weights.gate_first:
+        result = result * F.silu(gate)
+    return result, seen[-kept:].T, carried
 
 
 def relative(ours: Tensor, exact: Tensor) -> float:

@@ -91,7 +91,8 @@ JOB = np.dtype(
         ("state_dim", "i8"),
         ("kernel", "i8"),  # positions that the convolution reads
         ("kept", "i8"),  # positions that a convolution's state has, the last one last
-        ("norm_width", "i8"),  # columns that are normalised together
+        ("norm_width", "i8"),  # columns that are normalised together; 0: none
+        ("gate_first", "i8"),  # whether rows are gated before they are normalised, or after
         ("conv_weight", "i8"),  # addresses of float32: [kernel, channels]
         ("conv_bias", "i8"),  # [channels]
         ("decay", "i8"),  # [heads]: A
@@ -281,33 +282,52 @@ def _task(job: Any, sequence: Any, block: Any, thread: Any, element: Any, state_
 
 
 @compiled_exactly
-def _gate(row: Any, gate: Any, gated: Any) -> None:
+def _widen_row(given: Any, row: Any) -> None:
     for i in range(row.shape[0]):
-        z = widen(gate[i])
-        small = exp(-abs(z))
-        gated[i] = widen(row[i]) * (z * ((np.float32(1) if z >= 0 else small) / (np.float32(1) + small)))
+        row[i] = widen(given[i])
 
 
 @compiled_exactly
-def _scale_row(gated: Any, scale: Any, weight: Any, out: Any) -> None:
-    for i in range(out.shape[0]):
-        out[i] = narrow(gated[i] * scale * weight[i], out)
+def _gate(row: Any, gate: Any) -> None:
+    for i in range(row.shape[0]):
+        z = widen(gate[i])
+        small = exp(-abs(z))
+        row[i] *= z * ((np.float32(1) if z >= 0 else small) / (np.float32(1) + small))
+
+
+@compiled_exactly
+def _scale(row: Any, scale: Any, weight: Any) -> None:
+    for i in range(row.shape[0]):
+        row[i] *= scale * weight[i]
+
+
+@compiled_exactly
+def _narrow_row(row: Any, out: Any) -> None:
+    for i in range(row.shape[0]):
+        out[i] = narrow(row[i], out)
 
 
 @compiled
 def _norm_rows(job: Any, first: Any, end: Any, thread: Any, element: Any) -> None:
-    """Computes rms_norm(row · silu(gate)) in place, `norm_width` columns at a time."""
-    inner, width = job.heads * job.head_dim, job.norm_width
+    """Gates rows and normalises them in place, `norm_width` columns at a time."""
+    inner = job.heads * job.head_dim
+    width = job.norm_width if job.norm_width > 0 else inner
     rows = nb.carray(pointer_to(job.rows), (job.row_count, job.width), element)
     out = nb.carray(pointer_to(job.out), (job.row_count, inner), element)
     weight = nb.carray(pointer_to(job.norm_weight), (inner,), np.float32)
-    gated = float_rows(job.scratch + 4 * thread * job.scratch_floats, 0, 1, width)[0]
+    row = float_rows(job.scratch + 4 * thread * job.scratch_floats, 0, 1, width)[0]
     for r in range(first, end):
         for begin in range(0, inner, width):
-            part = out[r, begin : begin + width]
-            _gate(part, rows[r, begin : begin + width], gated)
-            mean = sum_of_squares(gated) / np.float32(width)
-            _scale_row(gated, np.float32(1) / np.sqrt(mean + job.eps), weight[begin : begin + width], part)
+            part, gate = out[r, begin : begin + width], rows[r, begin : begin + width]
+            _widen_row(part, row)
+            if job.gate_first != 0:
+                _gate(row, gate)
+            if job.norm_width > 0:
+                mean = sum_of_squares(row) / np.float32(width)
+                _scale(row, np.float32(1) / np.sqrt(mean + job.eps), weight[begin : begin + width])
+            if job.gate_first == 0:
+                _gate(row, gate)
+            _narrow_row(row, part)
 
 
 @compiled
@@ -402,9 +422,10 @@ class StateSpaceWeights:
     decay: Tensor  # [heads]: A
     time_bias: Tensor  # [heads]
     direct: Tensor  # [heads]: D
-    norm: Tensor  # [heads · head_dim]
-    norm_width: int  # columns that are normalised together
-    eps: float
+    norm: Tensor | None  # [heads · head_dim]; None: rows are only gated
+    norm_width: int = 0  # columns that are normalised together
+    eps: float = 0.0
+    gate_first: bool = True  # rows are gated before they are normalised
     step_limits: tuple[float, float] = (0.0, float("inf"))
 
 
@@ -415,14 +436,15 @@ class StateSpaceLoops:
         """Raises ValueError for sizes that the loops do not serve."""
         of_group, rest = divmod(heads.heads, heads.groups)
         kernel = weights.conv.shape[1]
-        if rest or not 1 < kernel <= LONGEST_KERNEL or heads.inner % weights.norm_width:
+        norm_width = 0 if weights.norm is None else weights.norm_width
+        if rest or not 1 < kernel <= LONGEST_KERNEL or (norm_width and heads.inner % norm_width):
             raise ValueError(f"no loops for {heads} and a convolution over {kernel} positions")
         self.heads = heads
         self._blocks = heads.heads // _heads_at_once(of_group)
         self._kept: list[Tensor] = []  # the job has their addresses
         self._claimed = np.zeros(2, np.int64)
         self._jobs = np.zeros(1, JOB)
-        self._scratch_floats = _scratch_floats(heads, _heads_at_once(of_group), kernel, weights.norm_width)
+        self._scratch_floats = _scratch_floats(heads, _heads_at_once(of_group), kernel)
         bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
         job: Any = self._jobs[0]
         job["claimed"] = self._claimed.ctypes.data
@@ -433,10 +455,11 @@ class StateSpaceLoops:
             _heads_at_once(of_group),
         )
         job["head_dim"], job["state_dim"], job["kernel"] = heads.head_dim, heads.state_dim, kernel
-        job["norm_width"], job["eps"] = weights.norm_width, weights.eps
+        job["norm_width"], job["eps"], job["gate_first"] = norm_width, weights.eps, weights.gate_first
         job["conv_weight"], job["conv_bias"] = self._keep(weights.conv.t()), self._keep(bias)
         job["decay"], job["time_bias"] = self._keep(weights.decay), self._keep(weights.time_bias)
-        job["direct"], job["norm_weight"] = self._keep(weights.direct), self._keep(weights.norm)
+        job["direct"] = self._keep(weights.direct)
+        job["norm_weight"] = 0 if weights.norm is None else self._keep(weights.norm)
         job["least_step"], job["most_step"] = weights.step_limits
 
     @property
@@ -487,10 +510,10 @@ def _heads_at_once(of_group: int) -> int:
     return max(n for n in range(1, _MOST_HEADS + 1) if of_group % n == 0)
 
 
-def _scratch_floats(heads: StateSpaceHeads, at_once: int, kernel: int, norm_width: int) -> int:
+def _scratch_floats(heads: StateSpaceHeads, at_once: int, kernel: int) -> int:
     """Returns the scratch memory of one thread, as `_task` and `_norm_rows` divide it."""
     padded, columns = -(-heads.head_dim // _ROWS) * _ROWS, -(-heads.state_dim // LANES) * LANES
     own = at_once * heads.head_dim
     windows = (kernel - 1 + PIECE) * (own + 2 * heads.state_dim)
     piece = PIECE * (own + 2 * columns) + 2 * padded
-    return max(windows + piece + at_once * padded * columns, norm_width)
+    return max(windows + piece + at_once * padded * columns, heads.inner)

@@ -93,6 +93,7 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
         ("nemotron_h", 2, 0),  # its layers have one part each
         ("zamba2", 4, 2),
         ("mamba2", 3, 0),
+        ("falcon_h1", 3, 0),  # its layers have a mixer beside attention
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -239,7 +240,18 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
 # 1.4e-3 from float64, and a fused one by 7e-4.
 @pytest.mark.parametrize(
     ("model_type", "allowed"),
-    [("llama", 1e-4), ("qwen3_next", 3e-3), ("qwen3_5_text", 2e-4), ("olmo_hybrid", 2e-4)],
+    [
+        ("llama", 1e-4),
+        ("qwen3_next", 3e-3),
+        ("qwen3_5_text", 2e-4),
+        ("olmo_hybrid", 2e-4),
+        ("bamba", 2e-4),
+        ("nemotron_h", 1e-4),
+        ("zamba2", 2e-3),
+        ("mamba2", 1e-4),
+        ("falcon_h1", 2e-4),
+        ("granitemoehybrid", 2e-4),
+    ],
 )
 def test_fused_or_not_the_logits_are_the_same(
     monkeypatch: pytest.MonkeyPatch, model_type: str, allowed: float

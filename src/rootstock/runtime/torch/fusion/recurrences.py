@@ -45,6 +45,7 @@ class RecurrentParts:
     before: Sequence[nn.Linear]  # their outputs side by side
     loops: RecurrentLoops
     after: nn.Linear
+    factor: Tensor | None = None  # of the outputs, [their width]
 
 
 FindParts = Callable[[nn.Module, Sequence[TorchStateShape]], Iterator[RecurrentParts]]
@@ -59,6 +60,7 @@ class FusedRecurrence(FusedMixer):
     inputs: Projection
     output: Projection
     mixer: RecurrentLoops
+    factor: Tensor | None  # of the rows of `inputs`, in their dtype
     loops: FusedLoops
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +79,10 @@ class FusedRecurrence(FusedMixer):
         states = step.states_of(self.index, self.loops.dtype)
         assert states is not None, "`serves` was not asked"
         mixed = self.loops.scratch("mixed", len(rows), self.mixer.inner)
-        self.mixer(self.inputs.multiply(rows), states.sequences, states.conv, states.recurrent, mixed)
+        projected = self.inputs.multiply(rows)
+        if self.factor is not None:
+            projected = projected * self.factor
+        self.mixer(projected, states.sequences, states.conv, states.recurrent, mixed)
         return self.output.multiply(mixed)
 
 
@@ -135,10 +140,12 @@ def _forms(
     shapes: Sequence[TorchStateShape],
     loops: FusedLoops,
 ) -> list[FusedRecurrence]:
-    return [
-        FusedRecurrence(own, index, Projection(parts.before), Projection([parts.after]), parts.loops, loops)
-        for parts in find(mixer, shapes)
-    ]
+    forms = []
+    for parts in find(mixer, shapes):
+        factor = None if parts.factor is None else parts.factor.to(loops.dtype)
+        inputs, output = Projection(parts.before), Projection([parts.after])
+        forms.append(FusedRecurrence(own, index, inputs, output, parts.loops, factor, loops))
+    return forms
 
 
 def _agree(
