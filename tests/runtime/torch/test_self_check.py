@@ -26,6 +26,7 @@ from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch import gathered_attention, sliced_attention
 from rootstock.runtime import trial
 from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
+from rootstock.runtime.torch.fusion.recurrences import FusedRecurrence
 from rootstock.runtime.torch.inspect import mask_pattern
 from twins.torch_models import load, loaded
 
@@ -225,7 +226,27 @@ def test_a_state_that_another_sequence_left_behind(monkeypatch: pytest.MonkeyPat
         made(self, pool, slots, continues=pool is not None)
 
     monkeypatch.setattr(state_pool.StateCache, "__init__", continuing)
-    assert_refused(saved("qwen3_next"), "float32")
+    assert_refused(saved("kimi_linear"), "float32")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize(
+    ("column", "value"), [(3, 0), (3, 1), (2, 0)], ids=["ignored", "left behind", "another's"]
+)
+def test_fused_mixers_with_a_wrong_state_are_undone(
+    model_type: str, column: int, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = state_pool.TorchStatePool.of_mixer
+
+    def wrong(self: Any, index: int, dtype: torch.dtype, sequences: Tensor) -> Any:
+        changed = sequences.clone()
+        changed[:, column] = value
+        return right(self, index, dtype, changed)
+
+    monkeypatch.setattr(state_pool.TorchStatePool, "of_mixer", wrong)
+    runtime = load(saved(model_type))
+    assert runtime.description.execution_mode == "packed"
+    assert not any(isinstance(module.forward, FusedRecurrence) for module in runtime._model.modules())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
