@@ -24,14 +24,14 @@ from run import Outcome, available_scripts, print_summary, run  # noqa: E402  # 
 from rootstock.cli.machine import this_machine  # noqa: E402
 from source import this_source  # noqa: E402
 
-SPEED = "D"
+SPEED = ("D", "M")
 EXACTNESS = "D8"  # runs the tests, measures nothing
 OURS, THEIRS, LIMIT, GOOD, BAD = "#4477aa", "#bbbbbb", "#ee6677", "#228833", "#cc3311"
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("shows", nargs="*", help="all of D unless given")
+    options.add_argument("shows", nargs="*", help="all of D and M unless given")
     options.add_argument("--out", type=Path, default=HERE / "results")
     given = options.parse_args()
     scripts = available_scripts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,7 @@ from rootstock.kernels.cpu.gated_delta import (
     DeltaNetWeights,
     GatedDeltaLoops,
 )
+from rootstock.kernels.cpu.short_convolution import scratch_at
 
 SLOTS = 5
 # Of a row, relative root mean square: one rounding of the result, and float32's of a state that 70 tokens change.
@@ -219,3 +221,14 @@ def test_sizes_without_loops_are_refused(values: int, kernel: int) -> None:
     )
     with pytest.raises(ValueError, match="no loops"):
         GatedDeltaLoops(heads, made.columns, weights)
+
+
+def test_models_on_other_threads_have_scratch_memory_of_their_own() -> None:
+    """One model may be checked while another one computes."""
+    there: list[int] = []
+    thread = threading.Thread(target=lambda: there.append(scratch_at(64)))
+    here = scratch_at(64)
+    thread.start()
+    thread.join()
+    assert there != [here]
+    assert scratch_at(32) == here

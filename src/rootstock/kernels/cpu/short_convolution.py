@@ -6,6 +6,7 @@ before a piece and the piece itself, in float32. The state of a convolution in t
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -90,13 +91,15 @@ def float_rows(at: Any, first: Any, rows: Any, columns: Any) -> Any:
     return nb.carray(pointer_to(at + 4 * first), (rows, columns), np.float32)
 
 
-_scratch_memory = torch.empty(0, dtype=torch.float32)
+_scratch = threading.local()
 
 
 def scratch_at(floats: int) -> int:
-    """Returns the address of scratch memory of so many float32, valid until the next call. All mixers share it: they
-    run one after the other."""
-    global _scratch_memory
-    if len(_scratch_memory) < floats:
-        _scratch_memory = torch.empty(floats, dtype=torch.float32)
-    return _scratch_memory.data_ptr()
+    """Returns the address of scratch memory of so many float32, valid until the calling thread's next call.
+
+    The mixers of a model run one after the other and share it. Another model may run on another thread.
+    """
+    memory: torch.Tensor | None = getattr(_scratch, "memory", None)
+    if memory is None or len(memory) < floats:
+        memory = _scratch.memory = torch.empty(floats, dtype=torch.float32)
+    return memory.data_ptr()
