@@ -207,8 +207,10 @@ def _put_gates(disk: DiskTier, stores: Gate, loads: Gate) -> None:
         stores.go_through()
         return store(records)
 
-    def gated_load(identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def gated_load(
+        identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         loads.go_through()
-        return load(identity, into)
+        return load(identity, into, then)
 
     disk.store, disk.load = gated_store, gated_load  # type: ignore[method-assign]

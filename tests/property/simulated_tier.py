@@ -95,7 +95,9 @@ class SimulatedTier:
         self._records[key] = record.identity, b"".join(bytes(view) for view in record.views())
         return Stored(len(self._records[key][1]))
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         assert into is not None
         views = [as_bytes(buffer) for buffer in into]
         if self._rng.random() < self._failing.loads:
@@ -183,7 +185,9 @@ class SimulatedWriter:
         self._waiting[key] = record, [] if done is None else [done]
         return Queued()
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         waiting = self._waiting.get(identity.key)
         if waiting is None:
             return self.tier.load(identity, into)

@@ -62,7 +62,9 @@ class HeldWriter:
         self.waiting.append((record, done))
         return Queued()
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         for record, _ in self.waiting:
             if record.identity.key == identity.key:
                 return Loaded(tuple(memoryview(bytearray(view)) for view in record.views()))

@@ -28,6 +28,7 @@ class Shelf:
     def __init__(self) -> None:
         self.payloads: dict[RecordKey, bytes] = {}
         self.asked: list[RecordKey] = []
+        self.announced: list[Identity | None] = []
         self.held: set[RecordKey] = set()  # loading these ends when `go` is set
         self.begun = threading.Event()
         self.go = threading.Event()
@@ -36,8 +37,11 @@ class Shelf:
         for identity in IDENTITIES:
             self.payloads[identity.key] = content(identity)
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None, then: Identity | None = None
+    ) -> LoadResult:
         self.asked.append(identity.key)
+        self.announced.append(then)
         self.now_s += 0.25
         if identity.key in self.held:
             self.begun.set()
@@ -112,7 +116,7 @@ def test_a_job_fills_the_buffers_and_reports_its_time(shelf: Shelf, reader: Tier
 
 
 def test_the_bytes_from_memory_of_the_host_are_told_apart_from_those_from_the_disk() -> None:
-    def load(identity: Identity, _into: Sequence[Buffer] | None) -> Loaded:
+    def load(identity: Identity, _into: Sequence[Buffer] | None, _then: Identity | None) -> Loaded:
         return Loaded((), "disk" if identity == IDENTITIES[1] else "host")
 
     reader, told = TierReader(load), Told()
@@ -120,6 +124,14 @@ def test_the_bytes_from_memory_of_the_host_are_told_apart_from_those_from_the_di
     ended = told.wait()
     reader.close()
     assert (ended.payload_bytes, ended.host_bytes) == (3 * PAYLOAD_BYTES, 2 * PAYLOAD_BYTES)
+
+
+def test_each_load_names_the_one_after_it(shelf: Shelf, reader: TierReader) -> None:
+    for first, end in ((0, 3), (5, 6)):
+        told = Told()
+        reader.submit(tasks_of(IDENTITIES[first:end]), told)
+        told.wait()
+    assert shelf.announced == [*IDENTITIES[1:3], None, None]
 
 
 def test_an_empty_job_ends_too(reader: TierReader) -> None:

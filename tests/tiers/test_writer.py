@@ -54,7 +54,9 @@ class SlowTier:
         self.stored |= {record.identity.key: record for record in records}
         return [Stored(record.payload_bytes) for record in records]
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         return Miss(MissKind.ABSENT)
 
     def touch(self, keys: Iterable[RecordKey]) -> None: ...

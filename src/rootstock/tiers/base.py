@@ -174,7 +174,14 @@ class Tier(Protocol):
         """Stores records. Returns one outcome for each, in order."""
         ...
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult: ...
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
+        """Loads a record into the caller's buffers, or into new ones.
+
+        then    the record that is loaded next, if that is known: a tier may ask for it already
+        """
+        ...
 
     def touch(self, keys: Iterable[RecordKey]) -> None: ...
 
@@ -213,7 +220,9 @@ class UnavailableTier:
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         return [NotStored(Refusal.UNAVAILABLE, self._off.reason) for _ in records]
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         return Miss(MissKind.UNAVAILABLE, self._off.reason)
 
     def touch(self, keys: Iterable[RecordKey]) -> None:

@@ -104,15 +104,19 @@ class TierChain:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads a record from the highest tier that has it intact. A miss reports damage, if there was any."""
         key = identity.key
         above = self.upper.load(identity, into)
         if isinstance(above, Loaded):
             return above
+        if then is not None and then.key in self.upper:
+            then = None
         with self._lock:
             condemned = key in self._condemned
-        below = Miss(MissKind.ABSENT) if condemned else self._writer.load(identity, into)
+        below = Miss(MissKind.ABSENT) if condemned else self._writer.load(identity, into, then)
         if isinstance(below, Loaded):
             return below
         if below.kind is not MissKind.ABSENT or above.kind in (MissKind.ABSENT, MissKind.UNAVAILABLE):

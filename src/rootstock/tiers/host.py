@@ -236,7 +236,9 @@ class HostTier:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads a record into the caller's writable buffers, whose total size is the payload's, or into new ones. A
         record that is damaged or of another identity is a miss and is removed."""
         key = identity.key

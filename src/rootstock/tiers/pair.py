@@ -44,12 +44,16 @@ class TierPair:
             there if isinstance(here, NotStored) else here for here, there in zip(own, shared, strict=True)
         ]
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads from the own tiers, or else from the shared one. A miss reports damage, if there was any."""
         here = self._own.load(identity, into)
         if isinstance(here, Loaded):
             return here
-        there = self._shared.load(identity, into)
+        if then is not None and then.key in self._own:
+            then = None
+        there = self._shared.load(identity, into, then)
         is_plain = here.kind in (MissKind.ABSENT, MissKind.UNAVAILABLE)
         return there if isinstance(there, Loaded) or is_plain else here
 

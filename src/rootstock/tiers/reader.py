@@ -17,7 +17,8 @@ from rootstock.tiers.base import Buffer, LoadResult, Miss, MissKind
 
 _log = logging.getLogger(__name__)
 
-LoadFrom = Callable[[Identity, Sequence[Buffer] | None], LoadResult]
+LoadFrom = Callable[[Identity, Sequence[Buffer] | None, Identity | None], LoadResult]
+"""Loads a record into buffers. The last argument is the record that is loaded next, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,10 +173,11 @@ class TierReader:
         return True
 
     def _load_next(self, pending: _PendingLoad) -> None:
-        task = pending.tasks[pending.loaded]
+        task, *later = pending.tasks[pending.loaded : pending.loaded + 2]
+        then = later[0].identity if later else None
         began_s = self._clock()
         try:
-            result = self._load(task.identity, task.into)
+            result = self._load(task.identity, task.into, then)
         except Exception as error:  # a bug in the tier: this record is missed, later ones may be loaded
             _log.exception("Loading failed. The request continues without this record.")
             result = Miss(MissKind.IO_ERROR, str(error))

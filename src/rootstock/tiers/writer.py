@@ -103,7 +103,9 @@ class TierWriter:
             self._changed.notify_all()
         return Queued()
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads a record from the queue, or from the tier if it is not there. The caller owns the result."""
         key = identity.key
         with self._changed:
@@ -111,7 +113,7 @@ class TierWriter:
             if pending is not None:
                 pending.readers += 1
         if pending is None:
-            return self._tier.load(identity, into)
+            return self._tier.load(identity, into, then)
         try:
             return _copied(pending.record, identity, into)
         finally:

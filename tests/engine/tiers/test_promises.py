@@ -84,7 +84,11 @@ def test_no_row_of_a_failed_load_is_used(bench: Tiered) -> None:
         asked = itertools.count()
 
         def spoilt(
-            identity: Identity, into: object = None, asked: Iterator[int] = asked, failing: int = failing
+            identity: Identity,
+            into: object = None,
+            then: Identity | None = None,
+            asked: Iterator[int] = asked,
+            failing: int = failing,
         ) -> LoadResult:
             if next(asked) == failing:
                 assert isinstance(into, list)

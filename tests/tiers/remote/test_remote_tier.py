@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from rootstock.cache.keys import RecordKey
-from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Refusal, Stored
+from rootstock.tiers.base import AlreadyStored, MissKind, NotStored, Off, Ready, Record, Refusal, Stored
 from rootstock.tiers.record import encode, encode_identity
-from rootstock.tiers.remote import record_stream
+from rootstock.tiers.remote import connection_pool, record_stream
 from rootstock.tiers.remote import tier as remote_tier
-from rootstock.tiers.remote.connection import Reply
+from rootstock.tiers.remote.connection import Reply, StoreConnection
+from rootstock.tiers.remote.connection_pool import Connect
 from rootstock.tiers.remote.record_code import RecordCodes
 from rootstock.tiers.remote.record_stream import RECORD_KIND
 from rootstock.tiers.remote.tier import RemoteTier
@@ -60,6 +61,70 @@ def test_what_one_server_stores_another_one_loads(opened: Opened) -> None:
     for record in some:
         assert is_right(second.load(record.identity), record)
     assert first.counts.stored_records == second.counts.loaded_records == 20
+
+
+class Noting(StoreConnection):
+    """Connection that notes the values that are asked for, opened and ended."""
+
+    notes: list[str]
+    names: dict[bytes, str]
+
+    def send(self, commands: Sequence[Sequence[bytes]], *, at_once: bool = True) -> None:
+        self.notes += [f"ask {self.names[each[1]]}" for each in commands if each[0] == b"GET"]
+        super().send(commands, at_once=at_once)
+
+    def open_value(self, key: bytes) -> int | None:
+        size = super().open_value(key)
+        self.notes.append(f"open {self.names[key]}")
+        return size
+
+    def end_value(self) -> None:
+        super().end_value()
+        self.notes.append("end")
+
+
+def noting(tier: RemoteTier, some: Sequence[Record]) -> tuple[list[str], Connect]:
+    names = {name_of(tier, each.identity.key): "abc"[number] for number, each in enumerate(some)}
+    made = type("Noting", (Noting,), {"notes": [], "names": names})
+    return made.notes, made
+
+
+def test_the_next_record_is_asked_for_while_one_is_read(opened: Opened) -> None:
+    a, b, c = some = records(3)
+    tier = opened()
+    tier.store(some)
+    notes, connect = noting(tier, some)
+    reader = opened(connect=connect)
+    reader.found(each.identity.key for each in (a, b))
+    for record, then in ((a, b), (b, c), (c, None)):  # the reader does not know that the server has c
+        assert is_right(reader.load(record.identity, None, then and then.identity), record)
+    assert notes == ["ask a", "open a", "ask b", "end", "open b", "end", "ask c", "open c", "end"]
+
+
+def test_a_record_that_is_not_loaded_next_is_not_taken_for_the_next_one(opened: Opened) -> None:
+    a, b, c = some = records(3)
+    tier = opened()
+    tier.store(some)
+    notes, connect = noting(tier, some)
+    reader = opened(connect=connect)
+    reader.found(each.identity.key for each in some)
+    assert is_right(reader.load(a.identity, None, b.identity), a)
+    assert is_right(reader.load(c.identity), c)  # the job of a and b was cancelled
+    assert is_right(reader.load(b.identity), b)
+    assert notes == ["ask a", "open a", "ask b", "end", "ask c", "open c", "end", "ask b", "open b", "end"]
+
+
+def test_a_damaged_record_ends_what_was_asked_for_behind_it(opened: Opened, store: SharedStore) -> None:
+    a, b = some = records(2)
+    tier = opened()
+    tier.store(some)
+    name = name_of(tier, a.identity.key)
+    (value,) = store.client().run([[b"GET", name]])
+    assert isinstance(value, bytes)
+    store.client().run([[b"SET", name, value[:-1] + bytes([value[-1] ^ 1])]])
+    assert kind_of_miss(tier.load(a.identity, None, b.identity)) is MissKind.CHECKSUM
+    assert is_right(tier.load(b.identity), b)
+    assert tier.counts.outages == 0
 
 
 def test_a_group_with_the_same_record_twice_stores_it_once(opened: Opened) -> None:
@@ -320,7 +385,7 @@ def test_connections_that_were_idle_for_long_are_not_used_again(
     tier = opened()
     some = records(3)
     tier.store(some)
-    monkeypatch.setattr(remote_tier, "IDLE_S", 0.0)
+    monkeypatch.setattr(connection_pool, "IDLE_S", 0.0)
     for record in some:
         store.client().run([[b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes"]])
         assert is_right(tier.load(record.identity), record)

@@ -351,7 +351,9 @@ class DiskTier:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads a record into the caller's writable buffers, whose total size is the payload's, or into new ones. Any
         error is a miss."""
         result = self._load(identity, into)

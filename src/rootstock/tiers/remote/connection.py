@@ -45,6 +45,7 @@ class StoreConnection:
         self._timeout_s = config.timeout_s
         self._deadline = 0.0
         self._limit_s = 0.0  # of the socket's calls
+        self.asked: bytes | None = None  # the key of a value that is asked for, but not open
         self.used_at = 0.0  # by the system's clock: the beginning of the last exchange
         self._incoming = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
@@ -93,12 +94,17 @@ class StoreConnection:
         return results
 
     def open_value(self, key: bytes) -> int | None:
-        """Asks for a value; returns its size, or None if there is none. `fill` reads it, and `end_value` ends it.
+        """Asks for a value, unless it was asked for before; returns its size, or None if there is none. `fill` reads
+        it, and `end_value` ends it.
 
         Raises StoreRefused or StoreUnreachable, as the other two.
         """
         self.begin()
-        self.send([[b"GET", key]])
+        if self.asked is None:
+            self.send([[b"GET", key]])
+        elif self.asked != key:
+            raise self._broken("another value was asked for")
+        self.asked = None
         kind, text = self._line()
         if kind == b"-":
             raise StoreRefused(text.decode(errors="replace"))
@@ -106,6 +112,11 @@ class StoreConnection:
         if kind != b"$" or size < -1:
             raise self._broken("it answers GET with no value")
         return None if size == -1 else size
+
+    def ask_value(self, key: bytes) -> None:
+        """Asks for the value that is opened next, while another one is open: the server prepares it meanwhile."""
+        self.send([[b"GET", key]])
+        self.asked = key
 
     def fill(self, views: Sequence[memoryview]) -> None:
         """Fills buffers with the next bytes of a value."""

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -48,6 +47,7 @@ from rootstock.tiers.base import (
     TierState,
 )
 from rootstock.tiers.remote.connection import Reply, StoreConnection, StoreRefused, StoreUnreachable
+from rootstock.tiers.remote.connection_pool import Connect, ConnectionPool
 from rootstock.tiers.remote.place import place_of
 from rootstock.tiers.remote.record_code import RecordCodes
 from rootstock.tiers.remote.record_stream import RECORD_KIND, OutgoingRecord, Proof, outgoing, read_record
@@ -64,9 +64,6 @@ _GROUP_BYTES = 16 * MIB  # stored in one exchange
 _LEAST_BYTES_PER_S = 10 * MIB  # for the time limit of a store, which no request waits for
 _CHECKED_AT_ONCE = 1000  # records whose existence is asked in one exchange
 CHECK_PAUSE_S = 30.0  # between two checks of all known records, which take a second of processor time
-_IDLE_CONNECTIONS = 4
-IDLE_S = 20.0  # after which a connection is not used again: servers and networks end idle ones
-Connect = Callable[[RemoteConfig], StoreConnection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +107,10 @@ class RemoteTier:
         self._config = config
         self._new_proof: Callable[[], Proof] = xxhash.xxh3_128 if codes is None else codes.begin
         self._gone = gone
-        self._connect = connect
         self._prefix = (config.prefix + (f"{codes.name}:" if codes is not None else "")).encode()
         self._new_in_a_row = 0  # stores of records that the server did not have
         self._lock = threading.Lock()
-        self._idle: list[StoreConnection] = []
+        self._connections = ConnectionPool(config, connect)
         self._known: OrderedDict[RecordKey, None] = OrderedDict()
         self._state: TierState = Ready()
         self._changed = threading.Event()  # the tier is off, in doubt or closed
@@ -123,7 +119,7 @@ class RemoteTier:
         self._closing = False
         self.counts = RemoteCounts()
         try:
-            self._idle.append(connect(config))
+            self._connections.connect()
         except StoreUnreachable as error:
             self.turn_off(error)
         self._watcher = threading.Thread(target=self._watch, name="rootstock-remote", daemon=True)
@@ -152,7 +148,7 @@ class RemoteTier:
         """
         if not commands:
             return []
-        with self._connection() as connection:
+        with self._connections.lend() as connection:
             return connection.run(commands, seconds=seconds)
 
     def found(self, keys: Iterable[RecordKey]) -> None:
@@ -189,7 +185,7 @@ class RemoteTier:
         keys = [record.identity.key for record in group]
         records = dict(zip(keys, group, strict=True))
         try:
-            with self._connection() as connection:
+            with self._connections.lend() as connection:
                 marks = self._marks_of(records.values())
                 if self._new_in_a_row < _SURELY_NEW:
                     new = self._unknown(connection, records, marks)
@@ -281,10 +277,12 @@ class RemoteTier:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+    def load(
+        self, identity: Identity, into: Sequence[Buffer] | None = None, then: Identity | None = None
+    ) -> LoadResult:
         """Loads a record into the caller's buffers, or into new ones. A record that is not exactly the one that was
         stored is a miss, and is removed from the server."""
-        result = self._load(identity, into)
+        result = self._load(identity, into, then)
         key = identity.key
         with self._lock:
             if isinstance(result, Loaded):
@@ -299,14 +297,17 @@ class RemoteTier:
             self.quarantine([key])
         return result
 
-    def _load(self, identity: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    def _load(self, identity: Identity, into: Sequence[Buffer] | None, then: Identity | None) -> LoadResult:
         if isinstance(self._state, Off):
             return Miss(MissKind.UNAVAILABLE, self._state.reason)
+        name = self.name(RECORD_KIND, identity.key)
         try:
-            with self._connection() as connection:
-                size = connection.open_value(self.name(RECORD_KIND, identity.key))
+            with self._connections.lend(name) as connection:
+                size = connection.open_value(name)
                 if size is None:
                     return Miss(MissKind.ABSENT)
+                if then is not None and then.key in self._known:
+                    connection.ask_value(self.name(RECORD_KIND, then.key))
                 result = read_record(connection, size, self._new_proof(), identity, into)
                 if isinstance(result, Miss):
                     connection.close()  # a part of the value may be unread
@@ -378,11 +379,9 @@ class RemoteTier:
         with self._lock:
             self._closing = True
             self._state = Off("closed")
-            idle, self._idle = self._idle, []
         self._changed.set()
         self._watcher.join()
-        for connection in idle:
-            connection.close()
+        self._connections.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -405,39 +404,13 @@ class RemoteTier:
         if keys and self._gone is not None:
             self._gone(keys)
 
-    @contextmanager
-    def _connection(self) -> Iterator[StoreConnection]:
-        """Lends a connection. Raises StoreUnreachable."""
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is not None and time.monotonic() - connection.used_at >= IDLE_S:
-            connection.close()
-            connection = None
-        connection = connection or self._connect(self._config)
-        try:
-            yield connection
-        except StoreRefused:
-            raise
-        except BaseException:  # a part of a reply may be unread
-            connection.close()
-            raise
-        finally:
-            with self._lock:
-                keeps = connection.is_open and not self._closing and len(self._idle) < _IDLE_CONNECTIONS
-                if keeps and not isinstance(self._state, Off):
-                    self._idle.append(connection)
-                else:
-                    connection.close()
-
     def turn_off(self, error: StoreUnreachable) -> None:
         with self._lock:
             begins = not isinstance(self._state, Off)
             self._state = Off(f"the shared server at {self._config} cannot be reached: {error}")
-            idle, self._idle = self._idle, []
             if begins:
                 self.counts.outages += 1
-        for connection in idle:
-            connection.close()
+        self._connections.clear()
         if begins:
             _log.warning(
                 "There is no shared tier for now: %s. Requests go on without it.", self._state.reason
@@ -465,7 +438,7 @@ class RemoteTier:
 
     def _reach_again(self) -> bool:
         try:
-            connection = self._connect(self._config)
+            self._connections.connect()
         except StoreUnreachable:
             return False
         with self._lock:
@@ -473,9 +446,7 @@ class RemoteTier:
         self._tell_gone(known)
         with self._lock:
             if self._closing:
-                connection.close()
                 return True
-            self._idle.append(connection)
             self._state = Ready()
         _log.info("The shared tier is back.")
         return True
