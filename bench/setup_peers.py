@@ -21,9 +21,11 @@ BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("folder", type=Path)
-    options.add_argument("peers", nargs="*", choices=[*PACKAGES, []], default=list(PACKAGES))
+    options.add_argument("peers", nargs="*", help=f"of {', '.join(PACKAGES)}; all unless given")
     given = options.parse_args()
-    for peer in given.peers:
+    if unknown := set(given.peers) - PACKAGES.keys():  # argparse takes no choices where there may be none
+        options.error(f"there is no peer {', '.join(sorted(unknown))}")
+    for peer in given.peers or PACKAGES:
         python = make(given.folder.resolve() / peer, PACKAGES[peer])
         if peer == "vllm":
             name_it_vllm(python)
