@@ -66,6 +66,7 @@ __all__ = [
     "narrow",
     "nb",
     "pointer_to",
+    "sigmoid",
     "types",
     "widen",
 ]
@@ -239,6 +240,14 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(0.5)
     p = p * r * r + r + np.float32(1.0)
     return p * float32_from((_to_int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@_inlined_exactly
+def sigmoid(x: Any) -> Any:
+    """Computes 1 / (1 + e^-x) in float32, in vectors."""
+    # 1 / (1 + e^-|x|) cannot overflow; for x < 0 the quotient is e^-|x| / (1 + e^-|x|).
+    small = exp(-abs(x))
+    return (np.float32(1) if x >= 0 else small) / (np.float32(1) + small)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -16,9 +16,7 @@ slots in the pool and writes them there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,21 +25,20 @@ from llvmlite import ir
 from torch import Tensor
 
 from rootstock.kernels.cpu.compiler import (
-    c_function,
     cgutils,
     compiled,
     compiled_exactly,
-    exp,
     fetch_add,
     intrinsic,
     narrow,
     nb,
     pointer_to,
+    sigmoid,
     types,
     widen,
 )
+from rootstock.kernels.cpu.recurrent_loops import JOB_FIELDS, EntryPoints, RecurrentLoops
 from rootstock.kernels.cpu.short_convolution import (
-    LONGEST_KERNEL,
     PIECE,
     begin_window,
     convolve,
@@ -49,40 +46,19 @@ from rootstock.kernels.cpu.short_convolution import (
     float_rows,
     keep_inputs,
     move_window,
-    scratch_at,
     sum_of_squares,
 )
-from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 from rootstock.kernels.cpu.vector_lanes import F32, FLOATS, I64, LANES, add_product, load, splat, store
 
 _COLUMNS = 2 * LANES  # of a state that are computed together
-_PARALLEL_FROM = 1 << 15  # elements of states that pass by; fewer are computed by the calling thread
 
 JOB = np.dtype(
     [
-        ("claimed", "i8"),  # address of two int64: tasks that threads have begun, and threads that have begun
-        ("scratch", "i8"),  # address of `scratch_floats` float32 for each thread
-        ("scratch_floats", "i8"),
-        ("sequences", "i8"),  # address of [sequence_count, 4] int64: first row, new rows, slot, has a state
-        ("sequence_count", "i8"),
-        ("rows", "i8"),  # address of [row_count, width]
-        ("row_count", "i8"),
-        ("width", "i8"),
-        ("out", "i8"),  # address of [row_count, key_heads · group · value_dim]
-        ("conv", "i8"),  # address of [slots, channels, kept] of the rows' dtype
-        ("states", "i8"),  # address of [slots, key_heads · group, key_dim, value_dim]
-        ("slots", "i8"),
+        *JOB_FIELDS,  # out has key_heads · group · value_dim columns, states [key_heads · group, key_dim, value_dim]
         ("key_heads", "i8"),
         ("group", "i8"),  # value heads of a key head
         ("key_dim", "i8"),
         ("value_dim", "i8"),
-        ("kernel", "i8"),  # positions that the convolution reads
-        ("kept", "i8"),  # positions that a convolution's state has, the last one last
-        ("conv_weight", "i8"),  # addresses of float32: [kernel, channels]
-        ("conv_bias", "i8"),  # [channels]
-        ("decay", "i8"),  # [value heads]
-        ("time_bias", "i8"),  # [value heads]
-        ("norm_weight", "i8"),  # [value_dim]
         # First column of a key head's share of the rows, and the distance to the next key head's, for each part:
         *((f"{part}_{place}", "i8") for part in "qkvzba" for place in ("at", "step")),
         ("strength", "f4"),  # factor of b
@@ -175,9 +151,7 @@ def _scale(row: Any, factor: Any) -> None:
 def _norm_and_gate(row: Any, scale: Any, weight: Any, gate: Any, out: Any) -> None:
     for i in range(out.shape[0]):
         z = widen(gate[i])
-        small = exp(-abs(z))
-        sigmoid = (np.float32(1) if z >= 0 else small) / (np.float32(1) + small)
-        out[i] = narrow(row[i] * scale * weight[i] * (z * sigmoid), out)
+        out[i] = narrow(row[i] * scale * weight[i] * (z * sigmoid(z)), out)
 
 
 @compiled
@@ -361,18 +335,12 @@ def _bfloat16_states_of_bfloat16(jobs: Any) -> None:
     _work(nb.carray(jobs, (1,))[0], np.uint16, np.uint16)
 
 
-_FUNCTIONS: dict[tuple[torch.dtype, torch.dtype], Callable[[Any], None]] = {
+_ENTRY_POINTS: EntryPoints = {
     (torch.float32, torch.float32): _float32_states_of_float32,
     (torch.float32, torch.bfloat16): _bfloat16_states_of_float32,
     (torch.bfloat16, torch.float32): _float32_states_of_bfloat16,
     (torch.bfloat16, torch.bfloat16): _bfloat16_states_of_bfloat16,
 }
-
-
-@cache
-def _compiled_for(rows: torch.dtype, states: torch.dtype) -> int:
-    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
-    return c_function(_FUNCTIONS[rows, states], JOB)
 
 
 # ---- public interface
@@ -426,77 +394,39 @@ class DeltaNetWeights:
     strength: float = 1.0  # b = strength · sigmoid(…)
 
 
-class GatedDeltaLoops:
-    """Loops of one mixer, for rows in float32 or bfloat16 on a CPU. One thread at a time may use them."""
+class GatedDeltaLoops(RecurrentLoops):
+    """Loops of one mixer. States are [slots, value heads, key_dim, value_dim], results value heads · value_dim."""
 
     def __init__(self, heads: DeltaNetHeads, columns: DeltaNetColumns, weights: DeltaNetWeights) -> None:
         """Raises ValueError for sizes that the loops do not serve."""
         group, rest = divmod(heads.values, heads.keys)
-        kernel = weights.conv.shape[1]
-        if rest or not 1 < kernel <= LONGEST_KERNEL:
-            raise ValueError(f"no loops for {heads} and a convolution over {kernel} positions")
-        self.heads = heads
-        self._kept: list[Tensor] = []  # the job has their addresses
-        self._claimed = np.zeros(2, np.int64)
-        self._jobs = np.zeros(1, JOB)
-        self._scratch_floats = _scratchfloats(heads, group, kernel)
-        job: Any = self._jobs[0]
-        job["claimed"] = self._claimed.ctypes.data
-        job["scratch_floats"] = self._scratch_floats
-        job["key_heads"], job["group"] = heads.keys, group
-        job["key_dim"], job["value_dim"], job["kernel"] = heads.key_dim, heads.value_dim, kernel
-        job["conv_weight"] = self._keep(weights.conv.t())
-        bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
-        job["conv_bias"] = self._keep(bias)
-        job["decay"], job["time_bias"] = self._keep(weights.decay), self._keep(weights.time_bias)
-        job["norm_weight"] = self._keep(weights.norm)
-        job["strength"], job["eps"] = weights.strength, weights.eps
+        if rest:
+            raise ValueError(f"no loops for {heads}")
+        super().__init__(
+            _ENTRY_POINTS,
+            JOB,
+            tasks=heads.keys,
+            inner=heads.values * heads.value_dim,
+            state=heads.values * heads.key_dim * heads.value_dim,
+            scratch=_scratch_floats(heads, group, weights.conv.shape[1]),
+            conv=weights.conv,
+            conv_bias=weights.conv_bias,
+        )
+        self._heads = heads
+        self._set(key_heads=heads.keys, group=group, key_dim=heads.key_dim, value_dim=heads.value_dim)
+        self._set(decay=self._keep(weights.decay), time_bias=self._keep(weights.time_bias))
+        self._set(norm_weight=self._keep(weights.norm), eps=weights.eps, strength=weights.strength)
         parts = columns.query, columns.key, columns.value, columns.gate, columns.strength, columns.time_step
         for name, part in zip("qkvzba", parts, strict=True):
-            job[f"{name}_at"], job[f"{name}_step"] = part.at, part.step
+            self._set(**{f"{name}_at": part.at, f"{name}_step": part.step})
 
-    @property
-    def inner(self) -> int:
-        return self.heads.values * self.heads.value_dim
-
-    def _keep(self, weight: Tensor) -> int:
-        kept = weight.detach().float().contiguous()
-        self._kept.append(kept)
-        return kept.data_ptr()
-
-    def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
-        """Computes the new rows of all sequences of a step, and changes their states in place.
-
-        rows        [rows, …] what the linear layers give, contiguous
-        sequences   [sequences, 4] int64: first row, number of rows, slot, and whether the slot has a state
-        conv        [slots, channels, n] inputs of the convolution before the new rows, in the rows' dtype
-        states      [slots, value heads, key_dim, value_dim] float32 or bfloat16
-        out         [rows, value heads · value_dim] in the rows' dtype
-        """
-        heads = self.heads
-        tensors = rows, sequences, conv, states, out
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        assert rows.dtype == conv.dtype == out.dtype
-        assert conv.shape[1] == heads.channels
-        assert conv.shape[2] >= self._jobs["kernel"][0] - 1
-        threads = 1
-        if len(rows) * heads.values * heads.key_dim * heads.value_dim >= _PARALLEL_FROM:
-            threads = min(torch.get_num_threads(), len(sequences) * heads.keys)
-        job: Any = self._jobs[0]
-        job["scratch"] = scratch_at(threads * self._scratch_floats)
-        job["sequences"], job["sequence_count"] = sequences.data_ptr(), len(sequences)
-        job["rows"], job["row_count"], job["width"] = rows.data_ptr(), *rows.shape
-        job["conv"], job["kept"] = conv.data_ptr(), conv.shape[2]
-        job["states"], job["slots"], job["out"] = states.data_ptr(), len(states), out.data_ptr()
-        self._claimed[:] = 0
-        function = _compiled_for(rows.dtype, states.dtype)
-        if threads == 1:
-            callable_at(function)(self._jobs.ctypes.data)
-        else:
-            run_on_threads(function, self._jobs.ctypes.data, threads)
+    def _accepts(self, rows: Tensor, states: Tensor) -> bool:
+        heads = self._heads
+        width = heads.channels + self.inner + 2 * heads.values
+        return rows.shape[1] == width and states.shape[1:] == (heads.values, heads.key_dim, heads.value_dim)
 
 
-def _scratchfloats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
+def _scratch_floats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
     """Returns the scratch memory of one thread, as `_task` divides it."""
     even = (heads.key_dim + 1) // 2 * 2
     parts = -(-heads.value_dim // _COLUMNS)

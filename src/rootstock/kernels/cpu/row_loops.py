@@ -27,11 +27,11 @@ from rootstock.kernels.cpu.compiler import (
     c_function,
     compiled,
     compiled_exactly,
-    exp,
     fetch_add,
     narrow,
     nb,
     pointer_to,
+    sigmoid,
     widen,
 )
 from rootstock.kernels.cpu.threads import callable_at, run_on_threads
@@ -98,10 +98,7 @@ def _silu_row(gate_up: Any, out: Any) -> None:
     width = out.shape[0]
     for i in range(width):
         gate = widen(gate_up[i])
-        # 1 / (1 + e^-|x|) cannot overflow; for x < 0 the quotient is e^-|x| / (1 + e^-|x|).
-        small = exp(-abs(gate))
-        sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
-        out[i] = narrow(gate * sigmoid * widen(gate_up[width + i]), out)
+        out[i] = narrow(gate * sigmoid(gate) * widen(gate_up[width + i]), out)
 
 
 @compiled_exactly
@@ -112,9 +109,7 @@ def _gelu_row(gate_up: Any, out: Any) -> None:
         gate = widen(gate_up[i])
         # (1 + tanh z) / 2 = 1 / (1 + e^-2z), without subtracting nearly equal numbers.
         twice = np.float32(2 * 0.7978845608) * (gate + np.float32(0.044715) * gate * gate * gate)
-        small = exp(-abs(twice))
-        share = (np.float32(1) if twice >= 0 else small) / (np.float32(1) + small)
-        out[i] = narrow(gate * share * widen(gate_up[width + i]), out)
+        out[i] = narrow(gate * sigmoid(twice) * widen(gate_up[width + i]), out)
 
 
 @compiled_exactly

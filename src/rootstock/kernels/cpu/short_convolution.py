@@ -6,13 +6,11 @@ before a piece and the piece itself, in float32. The state of a convolution in t
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
-import torch
 
-from rootstock.kernels.cpu.compiler import compiled, compiled_exactly, exp, narrow, nb, pointer_to, widen
+from rootstock.kernels.cpu.compiler import compiled, compiled_exactly, narrow, nb, pointer_to, sigmoid, widen
 
 PIECE = 32  # tokens whose inputs are prepared together
 LONGEST_KERNEL = 64
@@ -33,8 +31,7 @@ def convolve(window: Any, weight: Any, bias: Any, tokens: Any, out: Any) -> None
             for c in range(channels):
                 row[c] += window[t + j, c] * weight[j, c]
         for c in range(channels):
-            small = exp(-abs(row[c]))
-            row[c] *= (np.float32(1) if row[c] >= 0 else small) / (np.float32(1) + small)
+            row[c] *= sigmoid(row[c])
 
 
 @compiled
@@ -89,17 +86,3 @@ def move_window(window: Any, tokens: Any, before: Any) -> None:
 @compiled
 def float_rows(at: Any, first: Any, rows: Any, columns: Any) -> Any:
     return nb.carray(pointer_to(at + 4 * first), (rows, columns), np.float32)
-
-
-_scratch = threading.local()
-
-
-def scratch_at(floats: int) -> int:
-    """Returns the address of scratch memory of so many float32, valid until the calling thread's next call.
-
-    The mixers of a model run one after the other and share it. Another model may run on another thread.
-    """
-    memory: torch.Tensor | None = getattr(_scratch, "memory", None)
-    if memory is None or len(memory) < floats:
-        memory = _scratch.memory = torch.empty(floats, dtype=torch.float32)
-    return memory.data_ptr()

@@ -14,9 +14,7 @@ and normalised, and the convolutions' last inputs are written to the pool, from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,21 +23,20 @@ from llvmlite import ir
 from torch import Tensor
 
 from rootstock.kernels.cpu.compiler import (
-    c_function,
     cgutils,
     compiled,
     compiled_exactly,
-    exp,
     fetch_add,
     intrinsic,
     narrow,
     nb,
     pointer_to,
+    sigmoid,
     types,
     widen,
 )
+from rootstock.kernels.cpu.recurrent_loops import JOB_FIELDS, EntryPoints, RecurrentLoops
 from rootstock.kernels.cpu.short_convolution import (
-    LONGEST_KERNEL,
     PIECE,
     begin_window,
     convolve,
@@ -47,10 +44,8 @@ from rootstock.kernels.cpu.short_convolution import (
     float_rows,
     keep_inputs,
     move_window,
-    scratch_at,
     sum_of_squares,
 )
-from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 from rootstock.kernels.cpu.vector_lanes import (
     F32,
     FLOATS,
@@ -66,39 +61,19 @@ from rootstock.kernels.cpu.vector_lanes import (
 _ROWS = 4  # of a state that are computed together
 _MOST_HEADS = 4  # of a task
 _NORM_ROWS = 4  # that a thread claims
-_PARALLEL_FROM = 1 << 15  # elements of states that pass by; fewer are computed by the calling thread
-_RECURRENCE, _NORM = range(2)
+_RECURRENCE, _NORM = range(2)  # phases
 
 JOB = np.dtype(
     [
-        ("phase", "i8"),
-        ("claimed", "i8"),  # address of two int64: tasks that threads have begun, and threads that have begun
-        ("scratch", "i8"),  # address of `scratch_floats` float32 for each thread
-        ("scratch_floats", "i8"),
-        ("sequences", "i8"),  # address of [sequence_count, 4] int64: first row, new rows, slot, has a state
-        ("sequence_count", "i8"),
-        ("rows", "i8"),  # address of [row_count, width]: gates, inputs, B, C, time steps
-        ("row_count", "i8"),
-        ("width", "i8"),
-        ("out", "i8"),  # address of [row_count, heads · head_dim]
-        ("conv", "i8"),  # address of [slots, channels, kept] of the rows' dtype
-        ("states", "i8"),  # address of [slots, heads, head_dim, state_dim]
-        ("slots", "i8"),
+        *JOB_FIELDS,  # rows: gates, inputs, B, C, time steps; states [heads, head_dim, state_dim]
         ("groups", "i8"),
         ("heads", "i8"),  # a multiple of `groups`
         ("heads_at_once", "i8"),  # of a task; divides the heads of a group
         ("head_dim", "i8"),
         ("state_dim", "i8"),
-        ("kernel", "i8"),  # positions that the convolution reads
-        ("kept", "i8"),  # positions that a convolution's state has, the last one last
         ("norm_width", "i8"),  # columns that are normalised together; 0: none
         ("gate_first", "i8"),  # whether rows are gated before they are normalised, or after
-        ("conv_weight", "i8"),  # addresses of float32: [kernel, channels]
-        ("conv_bias", "i8"),  # [channels]
-        ("decay", "i8"),  # [heads]: A
-        ("time_bias", "i8"),  # [heads]
-        ("direct", "i8"),  # [heads]: D
-        ("norm_weight", "i8"),  # [heads · head_dim]
+        ("direct", "i8"),  # address of [heads] float32: D
         ("least_step", "f4"),  # limits of a time step
         ("most_step", "f4"),
         ("eps", "f4"),  # of the norm
@@ -291,8 +266,7 @@ def _widen_row(given: Any, row: Any) -> None:
 def _gate(row: Any, gate: Any) -> None:
     for i in range(row.shape[0]):
         z = widen(gate[i])
-        small = exp(-abs(z))
-        row[i] *= z * ((np.float32(1) if z >= 0 else small) / (np.float32(1) + small))
+        row[i] *= z * sigmoid(z)
 
 
 @compiled_exactly
@@ -377,18 +351,12 @@ def _bfloat16_scan_of_bfloat16(jobs: Any) -> None:
     _work(nb.carray(jobs, (1,))[0], np.uint16, np.uint16)
 
 
-_FUNCTIONS: dict[tuple[torch.dtype, torch.dtype], Callable[[Any], None]] = {
+_ENTRY_POINTS: EntryPoints = {
     (torch.float32, torch.float32): _float32_scan_of_float32,
     (torch.float32, torch.bfloat16): _bfloat16_scan_of_float32,
     (torch.bfloat16, torch.float32): _float32_scan_of_bfloat16,
     (torch.bfloat16, torch.bfloat16): _bfloat16_scan_of_bfloat16,
 }
-
-
-@cache
-def _compiled_for(rows: torch.dtype, states: torch.dtype) -> int:
-    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
-    return c_function(_FUNCTIONS[rows, states], JOB)
 
 
 # ---- public interface
@@ -429,80 +397,45 @@ class StateSpaceWeights:
     step_limits: tuple[float, float] = (0.0, float("inf"))
 
 
-class StateSpaceLoops:
-    """Loops of one mixer, for rows in float32 or bfloat16 on a CPU. One thread at a time may use them."""
+class StateSpaceLoops(RecurrentLoops):
+    """Loops of one mixer. States are [slots, heads, head_dim, state_dim], results heads · head_dim.
+
+    Rows have the gates, inputs, B, C and time steps of all heads, in this order.
+    """
 
     def __init__(self, heads: StateSpaceHeads, weights: StateSpaceWeights) -> None:
         """Raises ValueError for sizes that the loops do not serve."""
         of_group, rest = divmod(heads.heads, heads.groups)
-        kernel = weights.conv.shape[1]
         norm_width = 0 if weights.norm is None else weights.norm_width
-        if rest or not 1 < kernel <= LONGEST_KERNEL or (norm_width and heads.inner % norm_width):
-            raise ValueError(f"no loops for {heads} and a convolution over {kernel} positions")
-        self.heads = heads
-        self._blocks = heads.heads // _heads_at_once(of_group)
-        self._kept: list[Tensor] = []  # the job has their addresses
-        self._claimed = np.zeros(2, np.int64)
-        self._jobs = np.zeros(1, JOB)
-        self._scratch_floats = _scratch_floats(heads, _heads_at_once(of_group), kernel)
-        bias = torch.zeros(heads.channels) if weights.conv_bias is None else weights.conv_bias
-        job: Any = self._jobs[0]
-        job["claimed"] = self._claimed.ctypes.data
-        job["scratch_floats"] = self._scratch_floats
-        job["groups"], job["heads"], job["heads_at_once"] = (
-            heads.groups,
-            heads.heads,
-            _heads_at_once(of_group),
+        if rest or (norm_width and heads.inner % norm_width):
+            raise ValueError(f"no loops for {heads}, normalised by {norm_width} columns")
+        at_once = _heads_at_once(of_group)
+        super().__init__(
+            _ENTRY_POINTS,
+            JOB,
+            phases=2,
+            tasks=heads.heads // at_once,
+            inner=heads.inner,
+            state=heads.inner * heads.state_dim,
+            scratch=_scratch_floats(heads, at_once, weights.conv.shape[1]),
+            conv=weights.conv,
+            conv_bias=weights.conv_bias,
         )
-        job["head_dim"], job["state_dim"], job["kernel"] = heads.head_dim, heads.state_dim, kernel
-        job["norm_width"], job["eps"], job["gate_first"] = norm_width, weights.eps, weights.gate_first
-        job["conv_weight"], job["conv_bias"] = self._keep(weights.conv.t()), self._keep(bias)
-        job["decay"], job["time_bias"] = self._keep(weights.decay), self._keep(weights.time_bias)
-        job["direct"] = self._keep(weights.direct)
-        job["norm_weight"] = 0 if weights.norm is None else self._keep(weights.norm)
-        job["least_step"], job["most_step"] = weights.step_limits
+        self._heads = heads
+        self._set(groups=heads.groups, heads=heads.heads, heads_at_once=at_once)
+        self._set(head_dim=heads.head_dim, state_dim=heads.state_dim)
+        self._set(norm_width=norm_width, eps=weights.eps, gate_first=weights.gate_first)
+        self._set(decay=self._keep(weights.decay), time_bias=self._keep(weights.time_bias))
+        self._set(direct=self._keep(weights.direct))
+        if weights.norm is not None:
+            self._set(norm_weight=self._keep(weights.norm))
+        least, most = weights.step_limits
+        self._set(least_step=least, most_step=most)
 
-    @property
-    def inner(self) -> int:
-        return self.heads.inner
-
-    def _keep(self, weight: Tensor) -> int:
-        kept = weight.detach().float().contiguous()
-        self._kept.append(kept)
-        return kept.data_ptr()
-
-    def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
-        """Computes the new rows of all sequences of a step, and changes their states in place.
-
-        rows        [rows, inner + channels + heads] what the linear layer gives: gates, inputs, B, C, time steps
-        sequences   [sequences, 4] int64: first row, number of rows, slot, and whether the slot has a state
-        conv        [slots, channels, n] inputs of the convolution before the new rows, in the rows' dtype
-        states      [slots, heads, head_dim, state_dim] float32 or bfloat16
-        out         [rows, inner] in the rows' dtype
-        """
-        heads = self.heads
-        assert all(tensor.is_contiguous() for tensor in (rows, sequences, conv, states, out))
-        assert rows.dtype == conv.dtype == out.dtype
-        assert rows.shape[1] == heads.inner + heads.channels + heads.heads
-        assert conv.shape[1] == heads.channels
-        assert conv.shape[2] >= self._jobs["kernel"][0] - 1
-        threads = 1
-        if len(rows) * heads.inner * heads.state_dim >= _PARALLEL_FROM:
-            threads = min(torch.get_num_threads(), len(sequences) * self._blocks)
-        job: Any = self._jobs[0]
-        job["scratch"] = scratch_at(threads * self._scratch_floats)
-        job["sequences"], job["sequence_count"] = sequences.data_ptr(), len(sequences)
-        job["rows"], job["row_count"], job["width"] = rows.data_ptr(), *rows.shape
-        job["conv"], job["kept"] = conv.data_ptr(), conv.shape[2]
-        job["states"], job["slots"], job["out"] = states.data_ptr(), len(states), out.data_ptr()
-        function = _compiled_for(rows.dtype, states.dtype)
-        for phase in (_RECURRENCE, _NORM):
-            job["phase"] = phase
-            self._claimed[:] = 0
-            if threads == 1:
-                callable_at(function)(self._jobs.ctypes.data)
-            else:
-                run_on_threads(function, self._jobs.ctypes.data, threads)
+    def _accepts(self, rows: Tensor, states: Tensor) -> bool:
+        heads = self._heads
+        width = heads.inner + heads.channels + heads.heads
+        return rows.shape[1] == width and states.shape[1:] == (heads.heads, heads.head_dim, heads.state_dim)
 
 
 def _heads_at_once(of_group: int) -> int:

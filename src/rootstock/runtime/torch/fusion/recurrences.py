@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rootstock.kernels.cpu.recurrent_loops import RecurrentLoops
 from rootstock.runtime.torch.fusion.base import FusedStep, Projection
 from rootstock.runtime.torch.fusion.modules import FusedLoops, FusedMixer, only_harmless
 from rootstock.runtime.torch.module_parts import StepCache
@@ -23,19 +24,6 @@ from rootstock.runtime.torch.state_pool import LayerStates, StateCache, TorchSta
 _TOLERANCE = 1e-4  # relative root mean square, of each row and each head's state
 _PIECES = (9, 6, 1)  # tokens of each call of the comparison
 _SCALES = (1.0, 16.0, 1 / 256)
-
-
-class RecurrentLoops(Protocol):
-    """Compiled loops between a mixer's linear layers."""
-
-    @property
-    def inner(self) -> int:
-        """Returns the width of their result."""
-        ...
-
-    def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
-        """Computes out [rows, inner] from the first projection's rows, and changes the states in place."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
