@@ -63,6 +63,13 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 BARS = {("80m", "vllm"): 1.5, ("600m", "vllm"): 1.3, ("hybrid", "vllm"): 2.0, ("80m", "llama_cpp"): 5.0}
 
 
+def interpreter(peer: str, given: str | None) -> str:
+    """Returns the interpreter of a peer that an option or the environment names."""
+    if given is None:
+        raise PeerUnavailable(f"neither --{peer}-python nor ROOTSTOCK_{peer.upper()}_PYTHON is given")
+    return given
+
+
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
@@ -89,16 +96,14 @@ def main() -> None:
                 return of_rootstock(path, threads, workload)
 
             def vllm(bind: str, path: Path = path) -> Outcome:
-                if given.vllm_python is None:
-                    raise PeerUnavailable("neither --vllm-python nor ROOTSTOCK_VLLM_PYTHON is given")
-                return of_peer(vllm_server(given.vllm_python, path, bind, 4 * longest), workload, str(path))
+                python = interpreter("vllm", given.vllm_python)
+                return of_peer(vllm_server(python, path, bind, 4 * longest), workload, str(path))
 
             def llama_cpp(path: Path = path) -> Outcome:
-                if given.llama_python is None:
-                    raise PeerUnavailable("neither --llama-python nor ROOTSTOCK_LLAMA_PYTHON is given")
-                gguf = as_gguf(given.llama_python, path, "bfloat16")
+                python = interpreter("llama", given.llama_python)
+                gguf = as_gguf(python, path, "bfloat16")
                 context = given.agents * -(-longest // 256) * 256
-                server = llama_server(given.llama_python, gguf, threads, given.agents, context)
+                server = llama_server(python, gguf, threads, given.agents, context)
                 return of_peer(server, workload)
 
             sides: dict[str, Side] = {}
