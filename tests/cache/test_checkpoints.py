@@ -381,8 +381,8 @@ def test_a_checkpoint_that_is_passed_later_is_ranked_anew() -> None:
     run(cache, ints(range(40), range(100, 107), range(50, 90)), ints(range(200, 208)))
     order = cache.tree.checkpoints
     for checkpoint in checkpoints(cache).values():
-        (queued,) = (entry for entry in order._heap if entry[1] == checkpoint.queue_ticket)
-        assert queued[0] <= order.rank(checkpoint), checkpoint
+        (queued,) = (entry for entry in order._heap if entry[6] == checkpoint.queue_ticket)
+        assert queued[:6] <= order.rank(checkpoint), checkpoint
     spent = {at: checkpoint.is_spent for at, checkpoint in checkpoints(cache).items()}
     assert spent == {39: True, 47: False, 48: False, 86: True, 95: False}
 

@@ -138,7 +138,9 @@ class BlockPool:
 
     def unhold(self, ids: BlockIds) -> None:
         """Removes a node or checkpoint from the owners of each block; blocks without an owner become free."""
-        if not len(ids):
+        if len(ids) <= 1:
+            if len(ids):
+                self._unhold_one(ids)
             return
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
@@ -154,6 +156,17 @@ class BlockPool:
         if gone:
             self._cached_blocks -= gone
             self._give(ids if gone == len(rows) else ids[owners == 0])
+
+    def _unhold_one(self, ids: BlockIds) -> None:
+        """Removes an owner of the only block of `ids`: a block that two nodes share, in a third of the time of
+        arrays."""
+        block = ids.item()
+        owners = self._owners.item(block)
+        assert owners & _HOLDERS, "a block was released that no node holds"
+        self._owners[block] = owners - 1
+        if owners == 1:
+            self._cached_blocks -= 1
+            self._give(ids)
 
     def _give(self, ids: BlockIds) -> None:
         if self._weakly_referenced:

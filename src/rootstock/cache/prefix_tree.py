@@ -992,10 +992,8 @@ class PrefixTree:
             positions = sorted({*leaf.evicted_checkpoints, *leaf.checkpoints})
             checkpoints = (*(at for at in positions if at > end), *checkpoints)
             leaf.evicted_checkpoints = tuple(at for at in leaf.evicted_checkpoints if at <= end)
-        forgotten_below = self.evicted.remember(
-            node, leaf.tokens[end - leaf.start :], deeper, checkpoints, was_retained
-        )
-        for forgotten in forgotten_below:
+        tail = leaf.tokens if end == leaf.start else leaf.tokens[end - leaf.start :]
+        for forgotten in self.evicted.remember(node, tail, deeper, checkpoints, was_retained):
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
