@@ -17,6 +17,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.engine import Engine
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -24,7 +25,6 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

@@ -13,6 +13,7 @@ from rootstock.bench.targets import Dialogue, Done, Sample
 from rootstock.bench.workloads import ALPHABET, Symbols
 from rootstock.cache.types import Tokens
 from rootstock.engine.engine import Engine
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -20,7 +21,6 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

@@ -39,7 +39,8 @@ from common import argument_parser, at_least, at_most, conclude, could_not, exac
 from real_tools import install, real_schemas
 from tool_schemas import tool_schemas
 
-from rootstock.engine.request import Request, RequestId, ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import Request, RequestId, StopParams
 from rootstock.engine.sampling import Sampler
 from rootstock.errors import RequestError
 from rootstock.testing.byte_tokenizer import ByteTokenizer

@@ -38,12 +38,12 @@ from rootstock.cache.families import row_bytes
 from rootstock.cache.retention.hint_types import GREATEST_PRIORITY, MAX_TTL_S, CacheHints, RetentionWish
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.request import (
     Event,
     Finished,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from engine.helpers import Bench
-from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams
 from rootstock.text.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.text.prompts.tenant_salt import ANYBODY
 from rootstock.text.prompts.text_alignment import shared

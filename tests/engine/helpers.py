@@ -17,6 +17,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.kv_budget import divided_rows
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
@@ -25,7 +26,6 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

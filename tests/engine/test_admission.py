@@ -7,7 +7,13 @@ import pytest
 
 from engine.helpers import Bench
 from rootstock.cache.keys import Scope
-from rootstock.engine.request import Finished, Request, ResolvedSampling, Sink, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import (
+    Finished,
+    Request,
+    Sink,
+    StopParams,
+)
 from rootstock.engine.sequence import Sequence, SequenceFactory, WaitingForPrefix
 from rootstock.errors import CompletionTooLong, InvalidParameter, PromptTooLong, QueueFull
 

@@ -9,7 +9,13 @@ import pytest
 from rootstock.config import CacheConfig, EngineConfig, TierConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.kv_budget import FREE_SHARES, auto_budget_bytes
-from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import (
+    Finished,
+    Request,
+    RequestId,
+    StopParams,
+)
 from rootstock.errors import BudgetTooSmall, InvalidOption
 from rootstock.fleet_config import KVEventsConfig, RemoteConfig
 from rootstock.runtime.host_memory import free_host_bytes

@@ -15,7 +15,8 @@ from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, ResolvedSampling
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import Finished
 from rootstock.engine.speculation.proposer import SHARED_NAMESPACES, NgramProposer
 from rootstock.errors import ClearFailed, ClearUnderWay
 from rootstock.units import MIB

@@ -21,12 +21,12 @@ from rootstock.cache.retention.hint_types import (
 )
 from rootstock.cache.retention.pins import Pinned
 from rootstock.engine.engine import Engine
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.request import (
     Event,
     Finished,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

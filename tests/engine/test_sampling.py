@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rootstock.engine.request import ResolvedSampling
-from rootstock.engine.sampling import Sampler, _logprob, _nucleus, best_ids, score_prompt
+from rootstock.engine.logits_processors import ResolvedSampling, _nucleus, best_ids
+from rootstock.engine.sampling import Sampler, _logprob, score_prompt
 from rootstock.errors import EngineError, SamplingFailed
 
 VOCAB = 12

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from rootstock.engine.request import ResolvedSampling, TokenEvent
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import TokenEvent
 
 PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
 

@@ -30,7 +30,9 @@ from rootstock.option_table import KEYWORDS, OPTIONS
         ("min_p", -1),
         ("repetition_penalty", 0),
         ("presence_penalty", math.inf),
+        ("presence_penalty", None),
         ("frequency_penalty", True),
+        ("frequency_penalty", None),
         ("n", 0),
         ("n", None),
         ("max_tokens", -1),
@@ -43,6 +45,7 @@ from rootstock.option_table import KEYWORDS, OPTIONS
         ("stop_token_ids", 5),
         ("logit_bias", [7]),
         ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: None}),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_name(name: str, value: Any) -> None:

@@ -44,6 +44,7 @@ from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.kv_budget import divided_rows
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.memory_watch import MemoryWatch
 from rootstock.engine.request import (
     Aborted,
@@ -53,7 +54,6 @@ from rootstock.engine.request import (
     PromptScored,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
 )

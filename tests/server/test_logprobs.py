@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from rootstock.config import EngineConfig
 from rootstock.engine import step
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.request import (
     Finished,
     Logprobs,
     Request,
     RequestId,
-    ResolvedSampling,
     StopParams,
     TokenEvent,
     TokenLogprob,

@@ -17,7 +17,8 @@ from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Finished, ResolvedSampling, TokenEvent
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import Event, Finished, TokenEvent
 from rootstock.runtime.base import Runtime
 from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, random_tokens, small_cache
 from twins.ways import Ran, pieces

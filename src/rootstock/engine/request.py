@@ -6,7 +6,7 @@ Wire formats turn into `Request`. Each request gets token events, then exactly o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NewType
 
@@ -17,38 +17,12 @@ from rootstock.cache.radix_node import Boundary
 from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.errors import RootstockError
 from rootstock.text.constraints.compiled import CompiledConstraint
 from rootstock.text.prompts.sampled_answers import AnswerPlace
 
 RequestId = NewType("RequestId", str)
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedSampling:
-    """Parameters of sampling. Filters apply in this order: penalties and bias, temperature, top-k, top-p, min-p.
-
-    `temperature` 0 is greedy.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output (CTRL, Keskar et al. 2019)
-    presence_penalty: float = 0.0  # over the output, as OpenAI defines it
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: the engine draws one
-    top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's alone; n: also the n best
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +53,7 @@ class Request:
 
     id: RequestId
     tokens: Tokens  # [prompt] int32, owned by the request
-    sampling: ResolvedSampling = ResolvedSampling()
+    sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
     stop: StopParams = StopParams()
     salt: str = ""  # of tenant and `cache_salt`: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt

@@ -14,8 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.logits_processors import BIAS_LIMIT, Bias, Penalties, restrict
-from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
+from rootstock.engine.logits_processors import (
+    BIAS_LIMIT,
+    GROUP,
+    Bias,
+    Penalties,
+    ResolvedSampling,
+    best_ids,
+    draw,
+    restrict,
+)
+from rootstock.engine.request import Logprobs, TokenLogprob
 from rootstock.errors import SamplingFailed
 from rootstock.text.constraints.progress import AnswerProgress
 
@@ -23,10 +32,6 @@ Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
 Rows = NDArray[np.float32]  # [rows, vocab] logits
 Ids = NDArray[np.intp]
 
-# Dividing by less than this overflows float32. At this temperature only the largest token has any weight.
-_LEAST_TEMPERATURE = 1e-6
-_CHUNK = 1024
-_GROUP = 64
 _SCORED_AT_ONCE = 128 * 1024  # logits: their exponentials fit into a core's cache
 
 
@@ -92,7 +97,7 @@ class Sampler:
                 best = int(row.argmax())
             if row[best] == -np.inf:
                 raise SamplingFailed(self._why_nothing_is_left())
-        token = best if self._draws is None else _draw(row, best, self._params, _uniform(self._draws))
+        token = best if self._draws is None else draw(row, best, self._params, _uniform(self._draws))
 
         self._sampled += 1
         if self._penalties is not None:
@@ -152,119 +157,7 @@ def score_prompt(logits: Rows, next_tokens: Tokens, top: int) -> Logprobs:
     return Logprobs.joined([_score(logits[rows], next_tokens[rows], top, scratch) for rows in pieces])
 
 
-def best_ids(row: Row, count: int) -> Ids:
-    """Returns the ids of the `count` largest values, best first, ties to the lowest id; fewer if `row` is shorter.
-
-    The `count`-th largest of the maxima of disjoint groups is a lower bound of the `count`-th largest value and is
-    cheap to find. Only the few values above it are sorted.
-    """
-    count = min(count, len(row))
-    if count == 0:
-        return np.empty(0, dtype=np.intp)
-    grouped = len(row) // _GROUP
-    if count <= grouped // 4:
-        maxima = row[: grouped * _GROUP].reshape(grouped, _GROUP).max(axis=1)
-        candidates = np.flatnonzero(row >= np.partition(maxima, -count)[-count])
-    else:
-        candidates = np.arange(len(row))
-    if len(candidates) > 4 * count:  # a large part of the vocabulary, or many ties
-        values = row[candidates]
-        least = np.partition(values, -count)[-count]
-        above = values > least
-        ties = np.flatnonzero(values == least)[: count - int(above.sum())]
-        above[ties] = True
-        candidates = candidates[above]
-    order = np.argsort(-row[candidates], kind="stable")[:count]
-    return candidates[order]
-
-
-# ---- drawing
-
-
-def _draw(row: Row, best: int, params: ResolvedSampling, uniform: float) -> int:
-    """Inverts the cumulative distribution of `row` at `uniform` in [0, 1), after temperature and filters."""
-    temperature = max(params.temperature, _LEAST_TEMPERATURE)
-    top = row[best]
-    if params.top_k > 0:
-        ids = best_ids(row, params.top_k)
-        weights = _weights(row[ids], top, temperature)
-        mass = params.top_p * float(weights.sum(dtype=np.float64))
-        kept = len(ids) if params.top_p >= 1.0 else _reach(weights, mass)
-        ids, weights = ids[:kept], weights[:kept]
-    elif params.top_p < 1.0:
-        weights = _weights(row, top, temperature)
-        ids = _nucleus(weights, params.top_p)
-        weights = weights[ids]
-    else:
-        weights = _weights(row, top, temperature)
-        ids = None
-    if params.min_p > 0.0:
-        probable = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
-        ids = probable if ids is None else ids[probable]
-        weights = weights[probable]
-    picked = _pick(weights, uniform)
-    return picked if ids is None else int(ids[picked])
-
-
-def _weights(logits: Row, top: np.float32, temperature: float) -> Row:
-    """Computes exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
-    weights = logits - top
-    weights /= np.float32(temperature)
-    np.exp(weights, out=weights)
-    return weights
-
-
-def _reach(weights: Row, mass: float) -> int:
-    """Counts the first `weights` whose sum reaches `mass`; at least one."""
-    return int(np.searchsorted(np.cumsum(weights, dtype=np.float64), mass, side="left")) + 1
-
-
-def _nucleus(weights: Row, top_p: float) -> Ids:
-    """Returns the ids, ascending, of the fewest weights that sum to `top_p` of the total; ties to the lowest id.
-
-    Avoids sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
-    """
-    total = float(weights.sum(dtype=np.float64))
-    # All lighter weights together are less than 1 - top_p of the total.
-    ids = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
-    weights = weights[ids]
-    # Positive floats have the order of their bits. The upper half makes 128 bins per power of two.
-    bins = weights.view(np.uint32) >> 16
-    reached = np.cumsum(np.bincount(bins, weights)[::-1])  # from the heaviest bin down
-    mass = top_p * total
-    passed = int(np.searchsorted(reached, mass, side="left"))
-    if passed == len(reached):  # because of rounding
-        return ids
-    border = len(reached) - 1 - passed
-    kept = bins > border
-    on_border = np.flatnonzero(bins == border)
-    on_border = on_border[np.argsort(-weights[on_border], kind="stable")]
-    missing = mass - (float(reached[passed - 1]) if passed else 0.0)
-    kept[on_border[: _reach(weights[on_border], missing)]] = True
-    return ids[kept]
-
-
-def _pick(weights: Row, uniform: float) -> int:
-    """Finds the index whose share of the cumulated weights holds `uniform`. In chunks: cumulated sums are slow."""
-    start = 0
-    if len(weights) > 2 * _CHUNK:
-        starts = np.arange(0, len(weights), _CHUNK)
-        sums = np.add.reduceat(weights, starts)
-        chunk, offset = _invert(sums, uniform * float(sums.sum(dtype=np.float64)))
-        start = int(starts[chunk])
-        weights = weights[start : start + _CHUNK]
-    else:
-        offset = uniform * float(weights.sum(dtype=np.float64))
-    return start + _invert(weights, offset)[0]
-
-
-def _invert(weights: Row, target: float) -> tuple[int, float]:
-    """Finds the first index whose cumulated weight exceeds `target`, and the offset of `target` in it."""
-    reached = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(reached, target, side="right"))
-    if index == len(weights):  # `target` was rounded up to the total: the last one that has any weight
-        index = int(np.flatnonzero(weights)[-1])
-    return index, target - (float(reached[index - 1]) if index else 0.0)
+# ---- random numbers
 
 
 def _draws_from(seed: int, index: int) -> np.random.Philox:
@@ -312,7 +205,7 @@ def _best_ids_of_rows(rows: Rows, count: int) -> Ids:
     count = min(count, vocab_size)
     if count == 0:
         return np.empty((len(rows), 0), dtype=np.intp)
-    size = min(_GROUP, vocab_size // (4 * count))  # of a group
+    size = min(GROUP, vocab_size // (4 * count))  # of a group
     if size < 2:
         return np.argsort(-rows, axis=1, kind="stable")[:, :count]
     grouped = vocab_size // size

@@ -6,8 +6,10 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from rootstock.engine import request
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidParameter
 
@@ -46,10 +48,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt, which is then computed whole
 
     def __post_init__(self) -> None:
-        _refuse_outside("temperature", self.temperature, 0.0, math.inf, "0 or more")
-        _refuse_outside("top_p", self.top_p, 0.0, 1.0, "from 0 to 1")
-        _refuse_outside("min_p", self.min_p, 0.0, 1.0, "from 0 to 1")
-        _refuse_outside("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "more than 0")
+        for name, least, most, allowed in (
+            ("temperature", 0.0, math.inf, "0 or more"),
+            ("top_p", 0.0, 1.0, "from 0 to 1"),
+            ("min_p", 0.0, 1.0, "from 0 to 1"),
+            ("repetition_penalty", 0.0, math.inf, "more than 0"),
+        ):
+            if getattr(self, name) is not None:
+                _refuse_outside(name, getattr(self, name), least, most, allowed)
         if self.repetition_penalty == 0:
             raise InvalidParameter("repetition_penalty", self.repetition_penalty, "a number more than 0")
         _refuse_outside("presence_penalty", self.presence_penalty, -math.inf, math.inf, "finite")
@@ -94,13 +100,13 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, defaults: SamplingDefaults) -> request.ResolvedSampling:
+    def sampling(self, defaults: SamplingDefaults) -> ResolvedSampling:
         """Returns the part that chooses tokens, with `defaults` for the parameters that are None."""
 
         def given(value: float | None, default: float) -> float:
             return default if value is None else float(value)
 
-        return request.ResolvedSampling(
+        return ResolvedSampling(
             temperature=given(self.temperature, defaults.temperature),
             top_p=given(self.top_p, defaults.top_p),
             top_k=max(0, defaults.top_k if self.top_k is None else self.top_k),
@@ -113,9 +119,9 @@ class SamplingParams:
             top_logprobs=self.logprobs,
         )
 
-    def stopping(self) -> request.StopParams:
+    def stopping(self) -> StopParams:
         """Returns the part that ends an answer."""
-        return request.StopParams(
+        return StopParams(
             max_tokens=max(DEFAULT_MAX_TOKENS, self.min_tokens)
             if self.max_tokens is None
             else self.max_tokens,
@@ -139,10 +145,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _refuse_outside(name: str, value: float | None, least: float, most: float, allowed: str) -> None:
-    """Raises InvalidParameter unless `value` is None or a finite number in the range."""
-    if value is None:
-        return
+def _refuse_outside(name: str, value: Any, least: float, most: float, allowed: str) -> None:
+    """Raises InvalidParameter unless `value` is a finite number in the range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
+    if not (is_number and math.isfinite(value) and least <= value <= most):
         raise InvalidParameter(name, value, f"a number, {allowed}")

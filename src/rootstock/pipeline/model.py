@@ -15,7 +15,8 @@ from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.build import Assembly
 from rootstock.engine.clearing import Clearing
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Request, ResolvedSampling, StopParams, requests_for
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import Request, StopParams, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared
 from rootstock.errors import Unsupported

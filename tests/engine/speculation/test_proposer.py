@@ -13,7 +13,8 @@ from engine.helpers import Bench, Families, numbers
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
-from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.errors import InvalidOption

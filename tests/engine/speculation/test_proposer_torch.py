@@ -10,7 +10,8 @@ import pytest
 from checkpoints import VOCAB, save
 from engine.helpers import Bench
 from engine.speculation.test_proposer import Scripted
-from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams
 from rootstock.engine.speculation.proposer import Proposer
 from tiers.helpers import Clock
 from twins.driving import random_tokens

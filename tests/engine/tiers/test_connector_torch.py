@@ -14,7 +14,8 @@ from checkpoints import VOCAB, save
 from engine.helpers import Client
 from engine.tiered import MIB, Tiered
 from rootstock.cache.types import Tokens
-from rootstock.engine.request import ResolvedSampling, TokenEvent
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import TokenEvent
 from rootstock.tiers.base import Record, Stored
 from rootstock.tiers.disk.tier import DiskTier
 from twins.driving import random_tokens

@@ -6,7 +6,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.request import ResolvedSampling
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.sampling import Sampler
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.constraints.asked import Constraint, Grammar

@@ -14,7 +14,13 @@ import pytest
 
 from engine.helpers import GREEDY, Bench, Client
 from rootstock.cache import KVCache
-from rootstock.engine.request import Finished, ResolvedSampling, StopParams, TokenEvent, requests_for
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import (
+    Finished,
+    StopParams,
+    TokenEvent,
+    requests_for,
+)
 from rootstock.engine.speculation.proposer import NgramProposer
 from rootstock.errors import ConstraintFailed
 from rootstock.text.constraints.asked import (

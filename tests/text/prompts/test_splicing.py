@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from engine.helpers import Bench
 from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.types import Tokens
-from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.text.prompts.boundaries import chat_with_boundaries

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rootstock.engine.request import ResolvedSampling, StopParams
+from rootstock.engine.logits_processors import ResolvedSampling
+from rootstock.engine.request import StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidParameter, RequestError, Unsupported, shown
 from rootstock.text.chat_template import TemplateNames

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rootstock.engine.request import ResolvedSampling
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.wire.fields import (

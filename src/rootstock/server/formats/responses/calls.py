@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rootstock.engine.request import ResolvedSampling
+from rootstock.engine.logits_processors import ResolvedSampling
 from rootstock.errors import (
     HistoryTooLong,
     InvalidParameter,
