@@ -44,6 +44,7 @@ ANY_NAME = "*"  # an alias
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
+EVICTION_POLICIES = ("value", "lru")
 SAMPLING_SOURCES = ("model", "openai")
 MEDIA = ("mention", "refuse")
 LOADS = ("start", "demand")
@@ -94,6 +95,15 @@ class CacheConfig:
         two_forms=True,
         vllm="enable-prefix-caching",
         vllm_off="no-enable-prefix-caching",
+    )
+    eviction: str = option(
+        "value",
+        "eviction",
+        CACHE,
+        "Order of eviction. value: The entry that saves the least prefill per byte, weighted by its chance of reuse, "
+        "is evicted first. lru: The least recently used one is.",
+        choices=EVICTION_POLICIES,
+        advanced=True,
     )
     # Part of an automatic budget: of several models, on a device that takes memory at once, or of replicas.
     device_share: float = 1.0

@@ -28,10 +28,12 @@ def make_cache(blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | N
     return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
 
 
-def make_hybrid(*families: Family, blocks: int = 64, block_size: int = 4) -> KVCache:
+def make_hybrid(
+    *families: Family, blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None
+) -> KVCache:
     """Makes a cache whose budget pays for `blocks` rows of every family."""
     budget = blocks * sum(row_bytes(family, block_size) for family in families)
-    return KVCache(families, budget, block_size, clock=clock())
+    return KVCache(families, budget, block_size, policy=policy, clock=clock())
 
 
 def ints(*values: int | Sequence[int] | range) -> Tokens:

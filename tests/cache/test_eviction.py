@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
-from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
-from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.eviction import Evictable, EvictionQueue
+from cache.helpers import (
+    NAMESPACE,
+    admit,
+    hit,
+    ints,
+    make_cache,
+    make_hybrid,
+    nodes,
+    prefill,
+    refused,
+    run,
+    state,
+)
+from rootstock.cache import FullAttention, KVCache, RecurrentState
+from rootstock.cache.eviction import POLICIES, Evictable, EvictionPolicy, EvictionQueue
 from rootstock.cache.lease import ReleaseReason
+from rootstock.config import EVICTION_POLICIES
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -102,6 +116,27 @@ def test_the_policy_can_be_replaced() -> None:
     run(cache, ints(range(200, 224)))
     assert hit(cache, ints(range(16), 1)) == 16
     assert hit(cache, ints(range(100, 108), 1)) == 0
+
+
+def test_the_option_names_every_policy() -> None:
+    assert tuple(POLICIES) == EVICTION_POLICIES
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+def test_the_value_of_an_entry_falls_with_time(policy: Callable[[], EvictionPolicy]) -> None:
+    assert policy().log_value(5.0, 5.0) == 0 > policy().log_value(5.0, 6.0)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("value", [40]), ("lru", [8])])
+def test_the_option_decides_between_an_old_entry_that_saves_much_and_a_new_one(
+    policy: str, kept: list[int]
+) -> None:
+    cache = make_hybrid(FullAttention(1, 1), RecurrentState(1, 40), blocks=8, policy=POLICIES[policy]())
+    run(cache, ints(range(40)), boundaries={40: "system"})
+    run(cache, ints(range(100, 108)), boundaries={8: "system"})
+    assert {node.end: bool(node.checkpoints) for node in nodes(cache)} == {40: True, 8: True}
+    cache.tree.evict_checkpoints(1)
+    assert [node.end for node in nodes(cache) if node.checkpoints] == kept
 
 
 @pytest.mark.behaviour(38)

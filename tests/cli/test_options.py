@@ -56,6 +56,7 @@ VALUES = {
     "idle-chunk-tokens": "888",
     "itl-target": "50ms",
     "max-queue": "9",
+    "eviction": "lru",
     "retained-share": "0.5",
     "pinned-share": "0.1",
     "idle-work": "off",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
@@ -78,6 +78,26 @@ class MostValuableLast:
         return (rank - now) / self.patience_s
 
 
+class LeastRecentlyUsedFirst:
+    """Ranks by the last use alone: a checkpoint and the blocks before it count alike, whatever they save."""
+
+    def rank(self, entry: Evictable) -> float:
+        return entry.used_at
+
+    def observe_reuse(self, idle_s: float) -> bool:
+        return False
+
+    def log_value(self, rank: float, now: float) -> float:
+        return (rank - now) / _LRU_PATIENCE_S
+
+
+# By the values of the option `eviction`.
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "value": MostValuableLast,
+    "lru": LeastRecentlyUsedFirst,
+}
+
+_LRU_PATIENCE_S = 60.0  # only compares ages with the prices of other models' caches
 _LEARNING = 0.1
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.1, 3600.0
 _RENEW_AT = 1.5  # factor by which the patience in the ranks may be out of date

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,13 +26,13 @@ from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.longest_match import common_prefix, descend
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
-    CHANCE_WHEN_UNASKED,
     NEAR_TOKENS,
     Checkpoint,
     CheckpointKind,
     HitProtection,
     Node,
     Root,
+    UnaskedEntry,
     below,
     kept_part,
     namespace_of,
@@ -50,17 +49,6 @@ from rootstock.cache.write_back import WriteBackQueue
 
 # Empty namespaces that are kept because `explain` tells about their evicted prefixes.
 MAX_EMPTY_ROOTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _UnaskedEntry:
-    """A prefix that idle work is about to add, for eviction policies."""
-
-    used_at: float
-    hits: int = 0
-    start: int = 0
-    end: int = 0
-    worth: float = CHANCE_WHEN_UNASKED
 
 
 # Versions of two trees are never equal, so that a match of another cache counts as out of date.
@@ -744,7 +732,7 @@ class PrefixTree:
 
     def unasked_rank(self) -> Rank:
         """Returns the rank that idle work gives to the prefix that it adds now."""
-        return False, False, 0, 0, True, self._policy.rank(_UnaskedEntry(self._clock()))
+        return False, False, 0, 0, True, self._policy.rank(UnaskedEntry(self._clock()))
 
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks

@@ -363,6 +363,17 @@ def namespace_of(node: Node) -> Namespace:
     return next(step for step in node.path() if isinstance(step, Root)).namespace
 
 
+@dataclass(frozen=True, slots=True)
+class UnaskedEntry:
+    """A prefix that idle work is about to add, for eviction policies."""
+
+    used_at: float
+    hits: int = 0
+    start: int = 0
+    end: int = 0
+    worth: float = CHANCE_WHEN_UNASKED
+
+
 def kept_part(tokens: Tokens) -> Tokens:
     """Returns a part of a node's tokens to keep: the view itself if its array is at most twice as long, else a
     copy.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rootstock.cache.eviction import POLICIES
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.pools import refuse_small_budget
 from rootstock.cache.shared_budget import BudgetShare, SharedBudget
@@ -101,6 +102,7 @@ def _assembled(
         through=tier.disk_write == "through",
         stored_is_shared=tier.remote is not None,
         share=share,
+        policy=POLICIES[cache.eviction](),
         retained_share=cache.retained_share,
         pinned_share=cache.pinned_share,
         lazy_states=described.lazy_states,

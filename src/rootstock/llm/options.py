@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     block_size: int
     budget_bytes: int | str | None
     enabled: bool
+    eviction: str
     retained_share: float
     pinned_share: float
     # TierConfig
