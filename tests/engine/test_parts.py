@@ -72,8 +72,12 @@ def test_the_methods_of_parts_are_called_in_their_order() -> None:
         def drafts(self, sequences: Any, _leases: Any, _room: int) -> list[Any]:
             return [NO_TOKENS for _ in sequences]
 
+        def prepare(self, _sequence: Any, then: Any) -> None:
+            called.append("prepare")
+            then()
+
     for name in HOOKS:
-        if name != "stats":
+        if name not in ("stats", "prepare"):
             setattr(Noting, name, lambda self, *_, _name=name, **__: called.append(_name))
     bench = Bench(proposer=Noting(), idle_work=False)
     bench.answer(numbers(1, 40), 2)
@@ -81,6 +85,7 @@ def test_the_methods_of_parts_are_called_in_their_order() -> None:
     bench.engine.stop()
     assert called == [
         *(
+            "prepare",
             "before_step",
             "planned",
             "before_forward",

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,7 +127,6 @@ class Engine:
             self._at_end.callback(self.constraints.close)
         self._at_end.callback(self.steps.close)
         self.tier_connector = tier_connector
-        self._looks_up = tier_connector is not None and tier_connector.looks_up
         self.public_heads: PublicHeads | None = None  # set before the first request, if there are any
         self._idle = threading.Event()  # set while no request is in the engine
         self._idle.set()
@@ -260,11 +260,10 @@ class Engine:
         def begin() -> None:
             self.run_soon(lambda: self._begin(sequence))
 
-        def look_up() -> None:
-            assert self.tier_connector is not None
-            self.tier_connector.look_up(request.tokens, sequence.scope, begin)
-
-        self._requests.add(sequence, look_up if self._looks_up else begin)
+        announce: Callable[[], None] = begin
+        for prepare in self._hooks.prepare:
+            announce = partial(prepare, sequence, announce)
+        self._requests.add(sequence, announce)
 
     def _refuse_unloaded(self, request: Request) -> None:
         if request.adapter and not self.adapters.is_loaded(request.adapter):

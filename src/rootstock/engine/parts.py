@@ -7,7 +7,7 @@ calls no others, so that disabled features cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,10 @@ class Forward:
 
 
 class Part:
-    """A part of an engine. The engine's thread calls its methods, which do nothing here."""
+    """A part of an engine. The engine's thread calls its methods, but for `prepare`. They do nothing here."""
+
+    def prepare(self, sequence: RequestSequence, then: Callable[[], None]) -> None:
+        """Prepares a new request, and calls `then` when it may be scheduled. On the thread that submits it."""
 
     def before_step(self) -> None:
         """Acts between two steps, before the next one is planned."""
@@ -90,6 +93,7 @@ class PartHooks:
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
+        self.prepare = self._overriding("prepare")
         self.before_step = self._overriding("before_step")
         self.planned = self._overriding("planned")
         self.before_forward = self._overriding("before_forward")

@@ -269,8 +269,7 @@ class StepRunner:
             self._requests.fail(sequence, StepFailed(error))
 
     def _score(self, sequence: Sequence, past: int, logits: Logits) -> None:
-        prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
-        assert top is not None
+        prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs or 0
         following = prompt[past + 1 : past + 1 + len(logits)]
         sequence.prompt_scores.append(score_prompt(logits[: len(following)], following, top))
 

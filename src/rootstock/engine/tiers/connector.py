@@ -282,15 +282,12 @@ class TierConnector:
 
     # -- prompts -------------------------------------------------------------------------------------------
 
-    @property
-    def looks_up(self) -> bool:
-        """True if a prompt's records are found by `look_up` only."""
-        return self._lookups is not None
-
     def look_up(self, tokens: Tokens, scope: Scope, ended: Callable[[], None]) -> None:
-        """Finds a prompt's records in the shared tier, and calls `ended` then, also if it cannot be asked. For any
-        thread."""
-        assert self._lookups is not None
+        """Finds a prompt's records in the shared tier, and calls `ended` then, also if it cannot be asked. Calls
+        it at once without a shared tier. For any thread."""
+        if self._lookups is None:
+            ended()
+            return
 
         def found(records: Mapping[RecordKey, Identity]) -> None:
             if records:

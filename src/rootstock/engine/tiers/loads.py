@@ -36,6 +36,9 @@ class PrefixLoads(Part):
         self._run_soon = run_soon
         self._space = UNMEASURED
 
+    def prepare(self, sequence: Sequence, then: Callable[[], None]) -> None:
+        self._connector.look_up(sequence.request.tokens, sequence.scope, then)
+
     def before_step(self) -> None:
         """Gives up loads that take too long. Their requests compute instead."""
         self._connector.follow()
