@@ -11,8 +11,8 @@ code is in this repository:
 
 The two directories can also be given as ROOTSTOCK_OPENRESPONSES and ROOTSTOCK_SMG. suites/remote_server.py replaces
 the start of a server in the Python suites. suites/known_cases.py has the cases that do not pass, each with the
-reason: any other failure fails the line, and so does a suite that is not at hand. Packages and archives stay in
---folder.
+reason and its number of cases: any other failure fails the line, and so does a suite that is not at hand. A number
+that has changed is told. Packages and archives stay in --folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 from common import argument_parser, conclude, could_not, exactly
 from peers import PeerProcess, PeerUnavailable, free_port
-from suites.known_cases import known
+from suites.known_cases import KNOWN, Known, known
 
 SHOW = "J4"
 HERE = Path(__file__).parent
@@ -297,7 +297,7 @@ def measure(name: str, run: Run) -> dict[str, Any]:
     except NotAtHand as error:
         print(f"{name}: could not: {error}", flush=True)
         return {f"{name}: could not": str(error)[:300]}
-    reasons: Counter[tuple[str, str]] = Counter()
+    reasons: Counter[Known] = Counter()
     unexpected = 0
     for case, message in found.failed.items():
         reason = known(name, case, message)
@@ -305,15 +305,18 @@ def measure(name: str, run: Run) -> dict[str, Any]:
             unexpected += 1
             print(f"  UNEXPECTED {case}: {message[:300]}", flush=True)
         else:
-            reasons[reason.kind, reason.why] += 1
-    for (kind, why), count in sorted(reasons.items()):
-        print(f"  {count:>4} {kind}: {why}", flush=True)
+            reasons[reason] += 1
     kinds = Counter[str]()
-    for (kind, _), count in reasons.items():
-        kinds[kind] += count
+    for reason, count in sorted(reasons.items(), key=lambda each: (each[0].kind, each[0].why)):
+        print(f"  {count:>4} {reason.kind}: {reason.why}", flush=True)
+        kinds[reason.kind] += count
+    changed = [one for one in KNOWN[name] if reasons[one] != one.cases]
+    for one in changed:
+        print(f"  CHANGED from {one.cases} to {reasons[one]} cases: {one.why}", flush=True)
     total = found.passed + found.skipped + len(found.failed)
     print(f"{name}: {total} cases, {found.passed} passed, {found.skipped} skipped, {dict(kinds)}", flush=True)
     figures = {"passed": found.passed, "skipped": found.skipped, **kinds, "unexpected": unexpected}
+    figures["changed"] = len(changed)
     return {f"{name}: {key}": value for key, value in figures.items()}
 
 
