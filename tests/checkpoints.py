@@ -170,7 +170,7 @@ _CHAT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 # Full attention alone; and three layers of recurrent states, or of sliding windows, to one of full attention.
-_CHAT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+CHAT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
     "states": (
         "qwen3_next",
@@ -195,14 +195,14 @@ _CHAT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_chat(directory: Path, kind: str) -> Path:
-    """Saves a model of a kind of `_CHAT_KINDS` with `chat_tokenizer`."""
+    """Saves a model of a kind of `CHAT_KINDS` with `chat_tokenizer`."""
     model_type, fields = chat_fields(kind)
     return save_plain(directory, model_type, chat_tokenizer(), **fields)
 
 
 def chat_fields(kind: str) -> tuple[str, dict[str, Any]]:
     """Returns the type of model and the fields of its configuration."""
-    model_type, fields = _CHAT_KINDS[kind]
+    model_type, fields = CHAT_KINDS[kind]
     return model_type, _CHAT | fields
 
 

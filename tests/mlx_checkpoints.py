@@ -1,4 +1,7 @@
-"""Models of `twins.mlx_models` as tests of loading need them: for chats, and with widths that groups of 64 divide."""
+"""Models of `twins.mlx_models` as tests of loading need them: for chats, and with widths that groups of 64 divide.
+
+They have more logits than their tokenizer has tokens, as most models have.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,16 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from checkpoints import CHAT_VOCAB, chat_tokenizer
+from checkpoints import CHAT_VOCAB, chat_tokenizer, padded
 from twins import mlx_models
 
-__all__ = ["KINDS", "Quantization", "make_mlx_model", "mlx_config", "save_mlx_checkpoint"]
+__all__ = ["KINDS", "Quantization", "logits_of", "make_mlx_model", "mlx_config", "save_mlx_checkpoint"]
 
 Quantization = Literal["4bit", "8bit", "mixed", "mxfp4"]
 """Of a checkpoint's weights. "mixed": 4 bits, with 8 for the embeddings and none for the first layer."""
 
 _EOS = 2  # <|im_end|> of the tokenizer
 _SIZES: dict[str, Any] = {
-    "vocab_size": CHAT_VOCAB,
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp"), 128),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     "kv_lora_rank": 32,
@@ -52,8 +54,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def logits_of(kind: str) -> int:
+    """Returns the number of logits of a model of `KINDS`."""
+    return padded(CHAT_VOCAB, kind)
+
+
 def _sizes(kind: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    return _SIZES | KINDS[kind] | dict(config or {})
+    return _SIZES | {"vocab_size": logits_of(kind)} | KINDS[kind] | dict(config or {})
 
 
 def mlx_config(kind: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:

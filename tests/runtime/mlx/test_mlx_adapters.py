@@ -14,7 +14,7 @@ import pytest
 
 from engine.helpers import Bench
 from engine.tiered import Tiered
-from mlx_checkpoints import Quantization, save_mlx_checkpoint
+from mlx_checkpoints import Quantization, logits_of, save_mlx_checkpoint
 from mlx_lora import (
     greedy,
     merged_by_mlx_lm,
@@ -27,6 +27,7 @@ from rootstock import LLM, SamplingParams
 from rootstock.cache.families import token_families
 from rootstock.cache.types import SlotId, Tokens
 from rootstock.config import ModelConfig
+from rootstock.engine.request import StopParams
 from rootstock.errors import AdapterUnusable
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
@@ -291,9 +292,10 @@ def test_answers_of_the_engine(tmp_path: Path, kind: str, quantization: Quantiza
     }
     for number in range(len(prompts)):
         assert len({tuple(answers[number, adapter]) for adapter in models}) == 3, "answers of their own"
+    stop = StopParams(max_tokens=6, ignore_eos=True)  # as the reference does
     for turn in range(3):
         clients = {
-            (number, adapter): bench.ask(prompts[number], max_tokens=6, adapter=adapter)
+            (number, adapter): bench.ask(prompts[number], stop=stop, adapter=adapter)
             for number, adapter in answers
         }
         bench.run()
@@ -404,7 +406,7 @@ def test_adapters_of_other_kinds(llama: Path, tmp_path: Path) -> None:
     assert "it uses DoRA" in refusal(runtime, peft)
     biased = save_peft_adapter(tmp_path / "biased", base, ["lm_head"], lora_bias=True)
     tensors: Any = mx.load(str(biased / "adapter_model.safetensors"))
-    tensors["base_model.model.lm_head.lora_B.bias"] = mx.zeros((512,))
+    tensors["base_model.model.lm_head.lora_B.bias"] = mx.zeros((logits_of("llama"),))
     mx.save_safetensors(str(biased / "adapter_model.safetensors"), tensors)
     assert "has the adapter's B.bias, but on the MLX runtime" in refusal(runtime, biased)
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
 from kernels.metal.emulation import COMPILER, Emulation
-from mlx_checkpoints import KINDS, Quantization, make_mlx_model, save_mlx_checkpoint
+from mlx_checkpoints import KINDS, Quantization, logits_of, make_mlx_model, save_mlx_checkpoint
 from rootstock.cache import KVCache
 from rootstock.cache.families import FullAttention
 from rootstock.config import CacheConfig, ModelConfig
@@ -112,7 +112,7 @@ def test_a_hopeless_budget_is_refused_before_the_weights_are_read(
 def test_the_description_of_a_loaded_model(llama: Path) -> None:
     described = load(llama).description
     assert (described.name, described.architecture) == (llama.name, "llama")
-    assert (described.vocab_size, described.context_limit) == (512, 16_384)
+    assert (described.vocab_size, described.context_limit) == (logits_of("llama"), 16_384)
     assert described.eos_token_ids == (2,)
     assert (described.dtype, described.kv_dtype, described.device) == ("float32", "float32", "cpu")
     assert (described.runtime, described.memory, described.quantize) == ("mlx", "unified", "none")

@@ -19,7 +19,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
-from mlx_checkpoints import KINDS, Quantization, make_mlx_model, save_mlx_checkpoint
+from mlx_checkpoints import KINDS, Quantization, logits_of, make_mlx_model, save_mlx_checkpoint
 from rootstock.errors import ModelUnsupported, ModelWeightsMissing
 from rootstock.runtime.mlx.checkpoint import read_checkpoint
 from rootstock.runtime.mlx.self_check import own_logits
@@ -236,7 +236,7 @@ def test_weights_are_quantized_as_mlx_lm_converts_them(llama: Path, quantization
 def test_layers_whose_width_is_no_multiple_of_a_group_are_named(tmp_path: Path) -> None:
     model = read(save_mlx_checkpoint(tmp_path, "llama", config={"intermediate_size": 96}))
     assert quantize(model, "int8") == [f"model.layers.{layer}.mlp.down_proj" for layer in range(3)]
-    assert own_logits(model, TOKENS).shape == (len(TOKENS), 512)
+    assert own_logits(model, TOKENS).shape == (len(TOKENS), logits_of("llama"))
 
 
 # ---- evaluation
