@@ -5,8 +5,9 @@ from __future__ import annotations
 import configparser
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -67,6 +68,46 @@ def stateful() -> Json:
 
 def seconds(text: str) -> float:
     return parse_seconds(text, "--drain-timeout")
+
+
+class Container(NamedTuple):
+    """A container of a YAML file below deploy/, whoever starts it."""
+
+    file: str
+    name: str
+    settings: Json
+    pod: Json | None = None  # of Kubernetes; None: a service of Docker Compose
+    needs_token: bool = False  # the pod, because one of its containers asks Kubernetes
+
+
+def documents() -> Iterator[tuple[str, Json]]:
+    """Yields each document of the YAML files, with the name of its file."""
+    for path in sorted(DEPLOY.rglob("*.y*ml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            yield path.relative_to(DEPLOY).as_posix(), document
+
+
+def mappings(value: Any) -> Iterator[Json]:
+    """Yields each mapping in a document, at any depth; one before those in it."""
+    if isinstance(value, dict):
+        yield value
+        value = [*value.values()]
+    for part in value if isinstance(value, list) else ():
+        yield from mappings(part)
+
+
+def containers() -> Iterator[Container]:
+    for file, document in documents():
+        for name, service in document.get("services", {}).items():
+            yield Container(file, name, service)
+        heads: list[Json] = []  # pods to which KubeRay's operator adds a container
+        for part in mappings(document):
+            if part.get("enableInTreeAutoscaling"):
+                heads.append(part["headGroupSpec"]["template"]["spec"])
+                yield Container(file, "autoscaler", part.get("autoscalerOptions", {}), heads[-1], True)
+            for kind in ("initContainers", "containers", "ephemeralContainers"):
+                for each in part.get(kind, ()):
+                    yield Container(file, each["name"], each, part, part in heads)
 
 
 # ---- image
@@ -158,22 +199,47 @@ def test_prometheus_and_grafana_reach_each_other_and_the_server(compose: Json) -
         assert (DEPLOY / "prometheus" / file).exists()
 
 
-def test_the_containers_have_no_rights_that_they_do_not_need(compose: Json, stateful: Json) -> None:
-    for name, service in compose["services"].items():
-        assert service["cap_drop"] == ["ALL"], name
-        assert service["read_only"] is True, name
-        assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["tmpfs"] == ["/tmp"], name
-        assert not {"privileged", "cap_add", "network_mode", "pid"} & set(service), name
-    pod = stateful["template"]["spec"]
-    [server] = pod["containers"]
-    assert server["securityContext"] == {
+@pytest.mark.parametrize("container", list(containers()), ids=lambda one: f"{one.file} {one.name}")
+def test_the_containers_have_no_rights_that_they_do_not_need(
+    container: Container, image: dict[str, list[str]]
+) -> None:
+    settings, pod = container.settings, container.pod
+    if pod is None:
+        assert settings["cap_drop"] == ["ALL"]
+        assert settings["read_only"] is True
+        assert settings["security_opt"] == ["no-new-privileges:true"]
+        assert settings["tmpfs"] == ["/tmp"]
+        assert not {"privileged", "cap_add", "network_mode", "pid"} & set(settings)
+        return
+    assert settings.get("securityContext") == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["automountServiceAccountToken"] is False
+    [user, group] = map(int, image["USER"][0].split(":"))
+    assert pod.get("securityContext") == {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": group,
+        "fsGroup": group,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    mounted = {mount["mountPath"]: mount["name"] for mount in settings["volumeMounts"]}
+    assert {"name": mounted["/tmp"], "emptyDir": {}} in pod["volumes"], "the root is read-only"
+    assert image["VOLUME"][0] in mounted
+    assert all(volume.keys() == {"name", "emptyDir"} for volume in pod["volumes"])
+    assert container.needs_token or pod["automountServiceAccountToken"] is False
+
+
+def test_each_image_of_the_files_is_of_a_container_whose_rights_are_tested() -> None:
+    """Ray's configuration of a cluster, for example, could have containers in its section `docker`."""
+    tested = list(containers())
+    assert {"compose.yml", "kubernetes.yml", "kuberay.yml"} <= {one.file for one in tested}
+    for file, document in documents():
+        for part in mappings(document):
+            if "image" in part:
+                assert any(one.file == file and one.settings == part for one in tested), part["image"]
 
 
 def test_images_are_named_by_a_whole_version(compose: Json, stateful: Json) -> None:
