@@ -30,6 +30,7 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu.prefill_attention import with_prefill_loops
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention
 from rootstock.runtime.base import Batch, Segment
@@ -137,8 +138,8 @@ class OneLayer:
         self._query = torch.randn(new, heads, dim).to(torch.bfloat16)
         self._new_key, self._new_value = keys[past:], values[past:]
         self._scale = dim**-0.5
-        kernel = SlicedAttention(block_size, kv_heads * dim * keys.element_size())
-        self._step = kernel.prepare([Span(0, new, past, table)])
+        sliced = SlicedAttention(block_size, kv_heads * dim * keys.element_size())
+        self._step = with_prefill_loops(block_size, sliced).prepare([Span(0, new, past, table)])
         self._dense_query, self._dense_keys, self._dense_values = (
             each.transpose(0, 1)[None].contiguous() for each in (self._query, keys, values)
         )

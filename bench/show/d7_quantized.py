@@ -43,6 +43,7 @@ from trained_tiny import models, text_tokens, train_and_save
 from rootstock.cache.families import token_families
 from rootstock.kernels.api import Scores
 from rootstock.kernels.cpu.attention import NumbaAttention
+from rootstock.kernels.cpu.prefill_attention import with_prefill_loops
 from rootstock.kernels.quantized_rows import RoundedRows, rounded
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention
@@ -225,7 +226,7 @@ def attention_speed(rounds: int) -> dict[str, Any]:
             coarse = [RoundedRows(*rounded(rows), torch.bfloat16) for rows in exact]
             tables = np.random.default_rng(0).permutation(batch * context // BLOCK_SIZE).astype(np.int32)
             spans = [Span(i, 1, context - 1, table) for i, table in enumerate(tables.reshape(batch, -1))]
-            beside = SlicedAttention(BLOCK_SIZE, KV_HEADS * HEAD_DIM * 2)
+            beside = with_prefill_loops(BLOCK_SIZE, SlicedAttention(BLOCK_SIZE, KV_HEADS * HEAD_DIM * 2))
             step = NumbaAttention(BLOCK_SIZE, beside).prepare(spans)
             query = torch.randn(batch, Q_HEADS, HEAD_DIM).bfloat16()
             new, scores = query[:, :KV_HEADS], Scores(HEAD_DIM**-0.5)

@@ -76,11 +76,13 @@ class Kernels:
 
             self.triton = TritonAttention(block_size, device, (tuning or Tuning()).split_positions)
         if compiled == "numba":
-            from rootstock.kernels.cpu.attention import NumbaAttention  # numba may not be installed
+            # numba may not be installed
+            from rootstock.kernels.cpu.attention import NumbaAttention
+            from rootstock.kernels.cpu.prefill_attention import with_prefill_loops
 
-            self.gather = NumbaAttention(block_size, self.gather)
+            self.gather = NumbaAttention(block_size, with_prefill_loops(block_size, self.gather))
             if self.sliced is not None:
-                self.sliced = NumbaAttention(block_size, self.sliced)
+                self.sliced = NumbaAttention(block_size, with_prefill_loops(block_size, self.sliced))
             if any(layer.kind == "latent" and layer.dtype == torch.float32 for layer in layers):
                 beside = sliced_latents(block_size, widest, tuning)
                 self.latent = LatentAttention(
@@ -135,10 +137,12 @@ def _triton_for(device: torch.device) -> Compiled | None:
 def compile_for(dtypes: set[torch.dtype]) -> None:
     """Compiles or loads Numba's loops for pools of these dtypes. Takes seconds the first time, then tenths."""
     from rootstock.kernels.cpu.attention import compile_loops, has_loops_for
+    from rootstock.kernels.cpu.prefill_attention import compile_prefill_loops
 
     for dtype in dtypes:
         if has_loops_for(dtype):
             compile_loops(dtype)
+        compile_prefill_loops(dtype)
 
 
 @cache
