@@ -45,14 +45,17 @@ class RandomMixer(ABC):
         recurrent = torch.randn(SLOTS, *self.state_shape, generator=generator)
         return conv, (self.states_scale * recurrent).to(states)
 
-    def convolved(self, inputs: Tensor, conv: Tensor, *, continues: bool) -> tuple[Tensor, Tensor]:
-        """Computes silu(convolution) of inputs [new, channels] in float64. Returns its kept inputs as well."""
+    def convolved(
+        self, inputs: Tensor, conv: Tensor, *, continues: bool, silu: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the convolution of inputs [new, channels] in float64. Returns its kept inputs as well."""
         new, kept, kernel = len(inputs), conv.shape[1], self.conv_weight.shape[1]
         before = conv.double().T if continues else torch.zeros(kept, self.channels, dtype=torch.float64)
         seen = torch.cat([before, inputs])
         windows = seen[len(seen) - new - kernel + 1 :].unfold(0, kernel, 1)  # [new, channels, kernel]
         bias = torch.zeros(self.channels) if self.conv_bias is None else self.conv_bias
-        return F.silu((windows * self.conv_weight.double()).sum(-1) + bias.double()), seen[-kept:].T
+        mixed = (windows * self.conv_weight.double()).sum(-1) + bias.double()
+        return F.silu(mixed) if silu else mixed, seen[-kept:].T
 
 
 def relative(ours: Tensor, exact: Tensor) -> float:

@@ -41,7 +41,7 @@ from rootstock.kernels.cpu.recurrent_loops import JOB_FIELDS, EntryPoints, Recur
 from rootstock.kernels.cpu.short_convolution import (
     PIECE,
     begin_window,
-    convolve,
+    convolve_silu,
     fill_window,
     float_rows,
     keep_inputs,
@@ -257,9 +257,9 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
         fill_window(rows, row, q_column, tokens, query_window, before)
         fill_window(rows, row, k_column, tokens, key_window, before)
         fill_window(rows, row, v_column, tokens, value_window, before)
-        convolve(query_window, weight[:, q_channel:q_end], bias[q_channel:q_end], tokens, query)
-        convolve(key_window, weight[:, k_channel:k_end], bias[k_channel:k_end], tokens, key)
-        convolve(value_window, weight[:, v_channel:v_end], bias[v_channel:v_end], tokens, convolved)
+        convolve_silu(query_window, weight[:, q_channel:q_end], bias[q_channel:q_end], tokens, query)
+        convolve_silu(key_window, weight[:, k_channel:k_end], bias[k_channel:k_end], tokens, key)
+        convolve_silu(value_window, weight[:, v_channel:v_end], bias[v_channel:v_end], tokens, convolved)
         for t in range(tokens):
             own = query[t, :key_dim]
             query_scale = np.float32(1) / np.sqrt(sum_of_squares(own) + np.float32(1e-6))

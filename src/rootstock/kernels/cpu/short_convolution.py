@@ -18,7 +18,7 @@ LONGEST_KERNEL = 64
 
 @compiled_exactly
 def convolve(window: Any, weight: Any, bias: Any, tokens: Any, out: Any) -> None:
-    """Computes silu(causal convolution) of `tokens` rows.
+    """Computes the causal convolution of `tokens` rows.
 
     window [kernel - 1 + tokens, channels], weight [kernel, channels], bias [channels], out [tokens, …]
     """
@@ -30,7 +30,15 @@ def convolve(window: Any, weight: Any, bias: Any, tokens: Any, out: Any) -> None
         for j in range(1, kernel):
             for c in range(channels):
                 row[c] += window[t + j, c] * weight[j, c]
-        for c in range(channels):
+
+
+@compiled_exactly
+def convolve_silu(window: Any, weight: Any, bias: Any, tokens: Any, out: Any) -> None:
+    """Computes silu(causal convolution) like `convolve`."""
+    convolve(window, weight, bias, tokens, out)
+    for t in range(tokens):
+        row = out[t]
+        for c in range(weight.shape[1]):
             row[c] *= sigmoid(row[c])
 
 

@@ -39,7 +39,7 @@ from rootstock.kernels.cpu.recurrent_loops import JOB_FIELDS, EntryPoints, Recur
 from rootstock.kernels.cpu.short_convolution import (
     PIECE,
     begin_window,
-    convolve,
+    convolve_silu,
     fill_window,
     float_rows,
     keep_inputs,
@@ -219,9 +219,9 @@ def _task(job: Any, sequence: Any, block: Any, thread: Any, element: Any, state_
         fill_window(rows, row, inner + x_channel, tokens, x_window, before)
         fill_window(rows, row, inner + b_channel, tokens, b_window, before)
         fill_window(rows, row, inner + c_channel, tokens, c_window, before)
-        convolve(x_window, weight[:, x_channel:x_end], bias[x_channel:x_end], tokens, x)
-        convolve(b_window, weight[:, b_channel:b_end], bias[b_channel:b_end], tokens, b)
-        convolve(c_window, weight[:, c_channel:c_end], bias[c_channel:c_end], tokens, c)
+        convolve_silu(x_window, weight[:, x_channel:x_end], bias[x_channel:x_end], tokens, x)
+        convolve_silu(b_window, weight[:, b_channel:b_end], bias[b_channel:b_end], tokens, b)
+        convolve_silu(c_window, weight[:, c_channel:c_end], bias[c_channel:c_end], tokens, c)
         for h in range(heads):
             head = first_head + h
             for t in range(tokens):

@@ -57,7 +57,7 @@ class LayerStates:
     """Memory of a layer's recurrent states, and the sequences of a step. Mixers change states in place."""
 
     conv: Tensor  # [slots, channels, kept] inputs of a short convolution
-    recurrent: Tensor  # [slots, …]
+    recurrent: Tensor  # [slots, …]; `conv` itself where a layer has no other states
     sequences: Tensor  # [sequences, 4] int64: first row, new rows, slot, whether the slot has a state
 
 
@@ -86,6 +86,7 @@ class TorchStatePool:
         keys = [shape.key for shape in self.of_layer.get(index, ())]
         conv = [self._memory[key].tensor for key in keys if key.kind == _CONV]
         recurrent = [self._memory[key].tensor for key in keys if key.kind == _RECURRENT]
+        recurrent = recurrent or conv
         if len(conv) != 1 or len(recurrent) != 1 or conv[0].dtype != dtype:
             return None
         if recurrent[0].dtype not in (torch.float32, torch.bfloat16):

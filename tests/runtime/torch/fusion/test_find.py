@@ -94,6 +94,8 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
         ("zamba2", 4, 2),
         ("mamba2", 3, 0),
         ("falcon_h1", 3, 0),  # its layers have a mixer beside attention
+        ("lfm2", 2, 0),
+        ("lfm2_moe", 2, 0),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -251,6 +253,7 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
         ("mamba2", 1e-4),
         ("falcon_h1", 2e-4),
         ("granitemoehybrid", 2e-4),
+        ("lfm2", 2e-4),
     ],
 )
 def test_fused_or_not_the_logits_are_the_same(

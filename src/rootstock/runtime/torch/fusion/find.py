@@ -29,6 +29,7 @@ from rootstock.runtime.torch.fusion.base import (
     is_fused,
 )
 from rootstock.runtime.torch.fusion.delta_nets import delta_nets
+from rootstock.runtime.torch.fusion.gated_convolutions import gated_convolutions
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
     FusedLayer,
@@ -54,7 +55,7 @@ _LARGER = 16.0  # large enough to show clipping and saturation
 # Small enough that a layer's part of the hidden states is not lost in the rounding of their sum.
 _SMALLER = 1 / 256
 
-_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces)
+_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces, gated_convolutions)
 
 Activation = Callable[[Tensor], Tensor]
 
