@@ -94,8 +94,8 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
         ("zamba2", 4, 2),
         ("mamba2", 3, 0),
         ("falcon_h1", 3, 0),  # its layers have a mixer beside attention
-        ("lfm2", 2, 0),
-        ("lfm2_moe", 2, 0),
+        ("lfm2", 2, 4),
+        ("lfm2_moe", 2, 4),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -217,9 +217,11 @@ class _Fuser:
             inputs = [linears["gate_proj"], linears["up_proj"]]
         elif set(linears) == {"gate_up_proj", "down_proj"}:
             inputs = [linears["gate_up_proj"]]
+        elif set(linears) == {"w1", "w2", "w3"}:
+            inputs = [linears["w1"], linears["w3"]]
         else:
             return
-        down = linears["down_proj"]
+        down = linears["w2" if "w2" in linears else "down_proj"]
         gates: tuple[tuple[Gate, Activation], ...] = (
             (self._loops.rows.silu_and_mul, nn.functional.silu),
             (self._loops.rows.gelu_tanh_and_mul, partial(nn.functional.gelu, approximate="tanh")),
@@ -239,21 +241,25 @@ class _Fuser:
         linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
         key = self._found.keys[index]  # [1, kv_heads, tokens, head_dim]
         kv_heads, head_dim = key.shape[1], key.shape[3]
-        norms = {name: child for name, child in children.items() if name in ("q_norm", "k_norm")}
-        if set(linears) == {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        norms = {_NORMS_OF_HEADS[name]: child for name, child in children.items() if name in _NORMS_OF_HEADS}
+        names = set(linears) - {"o_proj", "out_proj"}
+        if names == {"q_proj", "k_proj", "v_proj"}:
             inputs = [linears["q_proj"], linears["k_proj"], linears["v_proj"]]
-        elif set(linears) == {"qkv_proj", "o_proj"}:
+        elif names == {"qkv_proj"}:
             inputs = [linears["qkv_proj"]]
         else:
             return
+        if len(linears) != len(names) + 1:
+            return
+        output = linears["o_proj" if "o_proj" in linears else "out_proj"]
         if self._found.values[index].shape != key.shape or any(
             True
-            for name in children.keys() - linears.keys() - norms.keys()
+            for name in children.keys() - linears.keys() - _NORMS_OF_HEADS.keys()
             for _ in children[name].parameters()
         ):
             return
         of_queries = sum(linear.out_features for linear in inputs) - 2 * kv_heads * head_dim
-        attended = linears["o_proj"].in_features
+        attended = output.in_features
         q_heads, rest = divmod(attended, head_dim)
         forms = {name: vars(norm).get("forward") for name, norm in norms.items()}
         of_heads = {
@@ -272,7 +278,7 @@ class _Fuser:
                 module.forward,
                 index,
                 Projection(inputs),
-                Projection([linears["o_proj"]]),
+                Projection([output]),
                 ProjectionHeads(q_heads, kv_heads, head_dim),
                 query_norm,
                 key_norm,
@@ -321,8 +327,10 @@ def _are_alike(one: Activation, other: Activation) -> bool:
         return False
 
 
+_NORMS_OF_HEADS = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 # Names of a layer's norms, in the order of `Norms`.
 _ORDERS = (
+    ("operator_norm", "ffn_norm"),
     ("input_layernorm", "post_attention_layernorm"),
     ("input_layernorm", "pre_ff_layernorm"),
     (

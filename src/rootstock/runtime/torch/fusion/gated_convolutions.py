@@ -17,9 +17,11 @@ from rootstock.runtime.torch.state_pool import TorchStateShape
 def gated_convolutions(mixer: nn.Module, shapes: Sequence[TorchStateShape]) -> Iterator[RecurrentParts]:
     """Yields the parts that a mixer may have, as `FindParts` does."""
     children = dict(mixer.named_children())
-    conv, before, after = (children.pop(name, None) for name in ("conv", "in_proj", "out_proj"))
-    if children or dict(mixer.named_parameters(recurse=False)) or len(shapes) != 1:
+    if set(children) != {"conv", "in_proj", "out_proj"} or len(shapes) != 1:
         return
+    if any(True for _ in mixer.parameters(recurse=False)):
+        return
+    conv, before, after = (children[name] for name in ("conv", "in_proj", "out_proj"))
     if type(conv) is not nn.Conv1d or type(before) is not nn.Linear or type(after) is not nn.Linear:
         return
     channels = conv.in_channels
