@@ -18,6 +18,7 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.kernels.cpu import compiler, decode_loops
 from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
+from rootstock.kernels.cpu.prefill_attention import PrefillAttention
 from rootstock.runtime.torch import attention_backends
 from rootstock.runtime.torch.attention_backends import compiled_for
 from rootstock.runtime.torch.runner import load_model
@@ -110,3 +111,18 @@ def test_the_torch_backend_can_be_chosen(tmp_path: Path) -> None:
         )
         runtime.allocate((BLOCKS,), BLOCK_SIZE)
         assert isinstance(pool_of(runtime).kernels.sliced, NumbaAttention) is compiled
+
+
+@pytest.mark.parametrize(("dtype", "is_new"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_only_layers_in_bfloat16_meet_the_prefill_loops(
+    dtype: torch.dtype, is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rootstock.kernels.cpu.prefill_attention.has_pair_products", lambda: True)
+    monkeypatch.setattr("rootstock.kernels.cpu.amx_tiles.are_there", lambda: False)
+    layer = SimpleNamespace(
+        kind="plain", kv_heads=2, key_dim=64, value_dim=64, dtype=dtype, softcap=False, bytes_per_token=512
+    )
+    kernels = attention_backends.Kernels([layer], 32, CPU, compiled="numba")
+    for backend in (kernels.sliced, kernels.gather):
+        assert isinstance(backend, NumbaAttention)
+        assert isinstance(backend._beside, PrefillAttention) == is_new

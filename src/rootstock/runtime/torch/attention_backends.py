@@ -80,9 +80,14 @@ class Kernels:
             from rootstock.kernels.cpu.attention import NumbaAttention
             from rootstock.kernels.cpu.prefill_attention import with_prefill_loops
 
-            self.gather = NumbaAttention(block_size, with_prefill_loops(block_size, self.gather))
+            def with_loops(beside: Attention) -> Attention:
+                if any(layer.dtype == torch.bfloat16 for layer in layers):
+                    beside = with_prefill_loops(block_size, beside)
+                return NumbaAttention(block_size, beside)
+
+            self.gather = with_loops(self.gather)
             if self.sliced is not None:
-                self.sliced = NumbaAttention(block_size, with_prefill_loops(block_size, self.sliced))
+                self.sliced = with_loops(self.sliced)
             if any(layer.kind == "latent" and layer.dtype == torch.float32 for layer in layers):
                 beside = sliced_latents(block_size, widest, tuning)
                 self.latent = LatentAttention(
