@@ -16,8 +16,8 @@ from kernels.test_quantized_rows import run_rounded
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.kernels.api import Attention, StepAttention
 from rootstock.kernels.cpu import amx_tiles
+from rootstock.kernels.cpu.pair_products import has_pair_products
 from rootstock.kernels.cpu.prefill_attention import PrefillAttention, with_prefill_loops
-from rootstock.kernels.cpu.prefill_loops import has_pair_products
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 

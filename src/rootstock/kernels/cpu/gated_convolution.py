@@ -25,7 +25,14 @@ from rootstock.kernels.cpu.compiler import (
     widen,
 )
 from rootstock.kernels.cpu.recurrent_loops import JOB_FIELDS, EntryPoints, RecurrentLoops
-from rootstock.kernels.cpu.short_convolution import PIECE, begin_window, convolve, float_rows, move_window
+from rootstock.kernels.cpu.short_convolution import (
+    PIECE,
+    begin_window,
+    convolve,
+    float_rows,
+    keep_inputs,
+    move_window,
+)
 
 _CHANNELS = 256  # of a task
 
@@ -78,20 +85,8 @@ def _task(job: Any, sequence: Any, block: Any, thread: Any, element: Any) -> Non
         for t in range(tokens):
             gate = rows[row + t, channels + begin_channel : channels + end_channel]
             _gate(mixed[t], gate, out[row + t, begin_channel:end_channel])
-        _keep_products(products, tokens, state, has_state or begin > 0)
+        keep_inputs(products, 0, 0, tokens, state, has_state or begin > 0)
         move_window(window, tokens, before)
-
-
-@compiled
-def _keep_products(products: Any, tokens: Any, state: Any, has_state: Any) -> None:
-    """Writes the last products of a piece to the state [channels, kept]."""
-    channels, kept = state.shape
-    moved = max(0, kept - tokens)
-    for c in range(channels):
-        for j in range(moved):
-            state[c, j] = state[c, j + tokens] if has_state else narrow(np.float32(0), state)
-        for j in range(moved, kept):
-            state[c, j] = products[tokens - kept + j, c]
 
 
 @compiled

@@ -14,11 +14,11 @@ from torch import Tensor
 from rootstock.cache.families import TokenFamily
 from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.cpu import amx_tiles
+from rootstock.kernels.cpu.pair_products import has_pair_products
 from rootstock.kernels.cpu.prefill_loops import (
     BLOCK_ROWS,
     JOB,
     MULTIPLE,
-    has_pair_products,
     prefill_loops_for,
     prefill_scratch_bytes,
 )
@@ -30,19 +30,19 @@ _ALIGNED = 64  # bytes: a line of the processor's cache
 
 
 def with_prefill_loops(block_size: int, otherwise: Attention) -> Attention:
-    """Returns a backend with the loops where they are the faster way, or else `otherwise` itself.
-
-    torch's flash attention uses matrix units where there are any.
-    """
-    if has_pair_products() and not amx_tiles.are_there():
-        return PrefillAttention(block_size, otherwise)
-    return otherwise
+    """Returns a backend with the loops where they are the faster way, or else `otherwise` itself."""
+    return PrefillAttention(block_size, otherwise) if _are_faster() else otherwise
 
 
 def compile_prefill_loops(pool: torch.dtype) -> None:
     """Compiles the loops that may be called for pools of this dtype."""
-    if pool in (torch.bfloat16, torch.int8) and has_pair_products() and not amx_tiles.are_there():
+    if pool in (torch.bfloat16, torch.int8) and _are_faster():
         prefill_loops_for(pool)
+
+
+def _are_faster() -> bool:
+    """Returns whether the loops are faster than torch's flash attention, which uses matrix units where they are."""
+    return has_pair_products() and not amx_tiles.are_there()
 
 
 class PrefillAttention:

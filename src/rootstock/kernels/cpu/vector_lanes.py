@@ -29,7 +29,8 @@ def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -
 
 
 def splat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), number, I32(0))
+    vector = ir.VectorType(number.type, LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, I32(0))
     return shuffle(builder, first, first, [0] * LANES)
 
 
