@@ -296,7 +296,7 @@ class StoreConnection:
 
 
 def _encoded(arguments: Sequence[bytes]) -> bytes:
-    return b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
+    return b"".join([b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments])
 
 
 def _advance(views: list[memoryview], first: int, done: int) -> int:

@@ -50,10 +50,7 @@ class OutgoingRecord:
     front: bytes
     payload: Sequence[memoryview]
     proof: Proof
-
-    @property
-    def stored_bytes(self) -> int:
-        return len(self.front) + sum(view.nbytes for view in self.payload) + self.proof.digest_size
+    stored_bytes: int
 
     def pieces(self) -> Iterator[list[memoryview]]:
         """Yields all bytes, once. A piece is hashed when the next one is asked for: the server reads it meanwhile."""
@@ -69,8 +66,9 @@ class OutgoingRecord:
 def outgoing(record: Record, proof: Proof) -> OutgoingRecord:
     payload = record.views()
     header = encode_header(encode_identity(record.identity), payload)
-    prefix = PREFIX.pack(_MAGIC, len(header), sum(view.nbytes for view in payload))
-    return OutgoingRecord(prefix + header, payload, proof)
+    payload_bytes = record.payload_bytes
+    front = PREFIX.pack(_MAGIC, len(header), payload_bytes) + header
+    return OutgoingRecord(front, payload, proof, len(front) + payload_bytes + proof.digest_size)
 
 
 def read_record(

@@ -173,8 +173,9 @@ class RemoteTier:
                 outcomes += self._store(group)
                 group, group_bytes = [], 0
         outcomes += self._store(group)
-        with self._lock:
-            self.counts.refused.update(each.why for each in outcomes if isinstance(each, NotStored))
+        if refused := [each.why for each in outcomes if isinstance(each, NotStored)]:
+            with self._lock:
+                self.counts.refused.update(refused)
         return outcomes
 
     def _store(self, group: Sequence[Record]) -> list[StoreOutcome]:
@@ -193,8 +194,8 @@ class RemoteTier:
                 else:
                     new = self._outgoing(records)
                 refusals, stored_meanwhile = self._send(connection, marks, new)
-                absent = [records[key].identity for key in refusals]
-                connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
+                if refusals:
+                    self._remove_places(connection, [records[key].identity for key in refusals])
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreUnreachable):
                 self.turn_off(error)
@@ -229,6 +230,9 @@ class RemoteTier:
         places = [[b"SADD", self.name(b"at:", each.parent), place_of(each)] for each in identities]
         spaces = {each.namespace for each in identities}
         return [*places, *([b"SET", self.name(b"ns:", space), b"1"] for space in spaces)]
+
+    def _remove_places(self, connection: StoreConnection, absent: Iterable[Identity]) -> None:
+        connection.run([[b"SREM", self.name(b"at:", each.parent), place_of(each)] for each in absent])
 
     def _unknown(
         self,
