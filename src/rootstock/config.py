@@ -486,7 +486,7 @@ class ModelConfig:
         "runtime",
         MODEL,
         "Library that computes the model: torch, mlx, or auto (mlx on Apple Silicon if it is installed, else torch).",
-        choices=("auto", "torch", "mlx"),
+        choices=("auto", "torch", "mlx", "openvino"),
         per_model=True,
     )
 

@@ -25,6 +25,7 @@ MLX = ["mlx", "mlx_lm"]
 ORACLE_AS_MLX = """
 import sys, types
 from dataclasses import replace
+from rootstock.runtime.mlx.memory import device_memory
 from rootstock.testing.fake_runtime import FakeRuntime
 
 def load_model(config, progress=None, demands=None, *, directory=None):
@@ -32,9 +33,10 @@ def load_model(config, progress=None, demands=None, *, directory=None):
     runtime.description = replace(runtime.description, runtime="mlx")
     return runtime
 
-loader, weights = (types.ModuleType(f"rootstock.runtime.mlx.{{name}}") for name in ("load", "weights"))
-loader.load_model, weights.check_architecture = load_model, lambda model, directory: None
-sys.modules.update({{module.__name__: module for module in (loader, weights)}})
+loader = types.ModuleType("rootstock.runtime.mlx.load")
+loader.load_model, loader.check_architecture = load_model, lambda config, directory: None
+loader.device_memory = device_memory
+sys.modules[loader.__name__] = loader
 """
 
 MAIN = """
@@ -51,7 +53,8 @@ atexit.register(lambda: print("imported:", [n for n in {names} if sys.modules.ge
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil
 import rootstock
-OF_RUNTIMES = ("rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.kernels")
+OF_RUNTIMES = ("rootstock.kernels",)
+OF_RUNTIMES += ("rootstock.runtime.torch", "rootstock.runtime.mlx", "rootstock.runtime.openvino")
 if importlib.util.find_spec("ray") is None:
     OF_RUNTIMES += ("rootstock.fleet.serve_app",)
 for module in pkgutil.walk_packages(rootstock.__path__, "rootstock."):

@@ -81,7 +81,7 @@ def test_mlx_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_embedding_models_need_torch(machine: Machine, tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="MLX computes no embedding models"):
+    with pytest.raises(InvalidOption, match="auto or torch, which computes embedding models"):
         load_embedder(ModelConfig(str(tmp_path), runtime="mlx"), tmp_path)
     machine("mlx", apple=True)
     with pytest.raises(InvalidOption, match=r"pip install 'rootstock\[torch\]'"):

@@ -61,8 +61,9 @@ class ModelDescription:
     quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
     # Identifies the byte layout of rows and the code that makes them; a tier must not mix two.
     layout: str = ""
-    runtime: str = "torch"  # "torch" | "mlx"
+    runtime: str = "torch"  # "torch" | "mlx" | "openvino"
     memory: PoolMemory = "host"
+    block_size: int = 0  # positions of a block that the pools need; 0: any
     lazy_states: bool = False  # a state takes memory when its slot is written, with any `memory`
 
     def namespace(self) -> Namespace:

@@ -20,6 +20,7 @@ from rootstock.errors import shown
 _MOST_NAMES = 20_000  # that are read of a directory; with thousands of shards there are some thousands
 _MOST_FOLDERS = 100
 _MOST_LISTED = 3
+OPENVINO_GRAPH = "openvino_model.xml"  # beside it are its weights, the tokenizer and config.json
 
 _SMALL = "in safetensors; with --quantize int8 or int4 it is small as well (on CPUs and Macs)"
 _ORIGINAL = f"serve the model from which it was made, {_SMALL}"
@@ -52,7 +53,9 @@ _FORMATS = (
     _Format(("gptq_model*.safetensors",), "quantized by GPTQ, in AutoGPTQ's files", _ORIGINAL),
     _Format(("weights*.npz", "weights.[0-9]*.safetensors"), "in a format of MLX before mlx-lm's", _ORIGINAL),
     _Format(("mlc-chat-config.json", "params_shard_*.bin"), "compiled by MLC", _ORIGINAL),
-    _Format(("openvino_*.xml",), "in OpenVINO's format", _ORIGINAL),
+    _Format((OPENVINO_GRAPH,), "in OpenVINO's format",
+            "pip install 'rootstock[openvino]', and serve its directory with --runtime openvino"),
+    _Format(("openvino_*.xml",), "in OpenVINO's format, in several graphs", _ORIGINAL),
     _Format(("*.onnx", "onnx/"), "in ONNX", _ORIGINAL),
     _Format(("*.mlpackage", "*.mlmodelc", "*.mlmodel", "*.mlpackage/", "*.mlmodelc/"), "in Core ML's format",
             _ORIGINAL),

@@ -10,21 +10,34 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal, cast
 
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import DeviceMemory, Embedder, Runtime
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import Progress
+from rootstock.runtime.model_formats import OPENVINO_GRAPH
 
-RuntimeName = Literal["torch", "mlx"]
+RuntimeName = Literal["torch", "mlx", "openvino"]
 
 # Devices that torch names. MLX has one GPU at most, and uses it by itself.
 _DEVICES_OF_TORCH = ("cuda", "mps")
+
+# The packages of each runtime, and its module with `check_architecture`, `load_model` and `device_memory`.
+_PACKAGES: Final[Mapping[RuntimeName, tuple[str, ...]]] = {
+    "torch": ("torch",),
+    "mlx": ("mlx", "mlx_lm"),
+    "openvino": ("openvino",),
+}
+_LOADERS: Final[Mapping[RuntimeName, str]] = {
+    "torch": "rootstock.runtime.torch.runner",
+    "mlx": "rootstock.runtime.mlx.load",
+    "openvino": "rootstock.runtime.openvino.load",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +48,21 @@ class RuntimeChoice:
     reason: str
 
 
-def choose_runtime(asked: str, device: str = "auto") -> RuntimeChoice:
-    """Returns the runtime for --runtime and --device, and the reason. Raises InvalidOption.
+def choose_runtime(asked: str, device: str = "auto", model: str = "") -> RuntimeChoice:
+    """Returns the runtime for --runtime, --device and the model, and the reason. Raises InvalidOption.
 
-    "auto" is MLX on Apple Silicon if it is installed, and elsewhere only where torch is not installed.
+    "auto" is OpenVINO for a directory with its graph of a model. For others it is MLX on Apple Silicon if it is
+    installed, and elsewhere only where torch is not installed.
     """
     if asked != "auto":
-        if not is_installed("mlx" if asked == "mlx" else "torch"):
+        name = cast(RuntimeName, asked)
+        if not is_installed(name):
             raise InvalidOption(
                 "--runtime", asked, f"a runtime that is installed: pip install 'rootstock[{asked}]'"
             )
-        return RuntimeChoice("mlx" if asked == "mlx" else "torch", f"--runtime is {asked}")
+        return RuntimeChoice(name, f"--runtime is {asked}")
+    if model and (Path(model).expanduser() / OPENVINO_GRAPH).is_file() and is_installed("openvino"):
+        return RuntimeChoice("openvino", f"the directory has a graph of OpenVINO ({OPENVINO_GRAPH})")
     has_mlx, has_torch = is_installed("mlx"), is_installed("torch")
     if not (has_mlx or has_torch):
         raise InvalidOption(
@@ -70,8 +87,7 @@ def is_apple_silicon() -> bool:
 
 
 def is_installed(runtime: RuntimeName) -> bool:
-    packages = ("mlx", "mlx_lm") if runtime == "mlx" else ("torch",)
-    return all(importlib.util.find_spec(package) is not None for package in packages)
+    return all(importlib.util.find_spec(package) is not None for package in _PACKAGES[runtime])
 
 
 def leave_out_torch(models: Iterable[ModelConfig]) -> None:
@@ -99,7 +115,7 @@ def import_transformers_alone() -> None:
 
 def _runtime_of(config: ModelConfig) -> RuntimeName:
     """Returns the runtime of a model. MLX, if it is the one, can be imported. Raises InvalidOption."""
-    chosen = choose_runtime(config.runtime, config.device).runtime
+    chosen = choose_runtime(config.runtime, config.device, config.model).runtime
     if chosen == "mlx":
         try:
             importlib.import_module("mlx.core")
@@ -112,19 +128,17 @@ def _runtime_of(config: ModelConfig) -> RuntimeName:
     return chosen
 
 
+def _loader_of(config: ModelConfig) -> Any:
+    """Returns the module that loads a model by its runtime. Raises InvalidOption."""
+    return importlib.import_module(_LOADERS[_runtime_of(config)])
+
+
 def check_architecture(config: ModelConfig, directory: Path) -> None:
     """Checks that the runtime's library knows the model, before minutes of loading weights.
 
     Raises ModelFileInvalid or ModelUnsupported.
     """
-    if _runtime_of(config) == "mlx":
-        from rootstock.runtime.mlx.weights import check_architecture
-
-        check_architecture(config.model, directory)
-    else:
-        from rootstock.runtime.torch.weights import read_config
-
-        read_config(config.model, directory, trust_remote_code=config.trust_remote_code)
+    _loader_of(config).check_architecture(config, directory)
 
 
 def load_model(
@@ -138,13 +152,8 @@ def load_model(
 
     `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
     """
-    if _runtime_of(config) == "mlx":
-        from rootstock.runtime.mlx import load as mlx_load
-
-        return mlx_load.load_model(config, progress, demands, directory=directory)
-    from rootstock.runtime.torch import runner as torch_runner
-
-    return torch_runner.load_model(config, progress, demands, directory=directory)
+    runtime: Runtime = _loader_of(config).load_model(config, progress, demands, directory=directory)
+    return runtime
 
 
 def leave_to_engine_thread(config: ModelConfig) -> None:
@@ -157,8 +166,8 @@ def leave_to_engine_thread(config: ModelConfig) -> None:
 
 def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None = None) -> Embedder:
     """Loads an embedding model. Raises InvalidOption or ModelError."""
-    if config.runtime == "mlx":
-        raise InvalidOption("--runtime", config.runtime, "auto or torch: MLX computes no embedding models")
+    if config.runtime not in ("auto", "torch"):
+        raise InvalidOption("--runtime", config.runtime, "auto or torch, which computes embedding models")
     if not is_installed("torch"):
         raise InvalidOption(
             "--runtime", config.runtime, "torch for an embedding model: pip install 'rootstock[torch]'"
@@ -170,10 +179,5 @@ def load_embedder(config: ModelConfig, directory: Path, demands: Demands | None 
 
 def device_memory(config: ModelConfig) -> DeviceMemory:
     """Returns the memory in which a model's pools will be, before it is loaded. Raises InvalidOption."""
-    if _runtime_of(config) == "mlx":
-        from rootstock.runtime.mlx import memory
-
-        return memory.device_memory()
-    from rootstock.runtime.torch import runner
-
-    return runner.device_memory(config.device)
+    memory: DeviceMemory = _loader_of(config).device_memory(config.device)
+    return memory

@@ -39,8 +39,8 @@ from rootstock.cache.plan import BlockCopy, Plan, RowPart, StateCopy
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 
-BLOCK_SIZE = 4
-_LONG, _SHORT = 45, 24  # tokens of the two sequences
+BLOCK_SIZE = 4  # of pools that take any
+_BEHIND, _SHORT = 17, 24  # tokens of the long sequence behind its seventh block, and of the short one
 _SEQUENCES = 8
 _FLOAT32_TOLERANCE, _FLOAT32_MOST = 1e-3, 1e-2
 
@@ -66,9 +66,10 @@ class TrialResult:
 
 def trial_tokens(description: ModelDescription) -> dict[str, Tokens]:
     random = np.random.default_rng(0)
+    long = 7 * (description.block_size or BLOCK_SIZE) + _BEHIND
     return {
         name: random.integers(0, description.vocab_size, min(length, description.context_limit), np.int32)
-        for name, length in (("long", _LONG), ("short", _SHORT))
+        for name, length in (("long", long), ("short", _SHORT))
     }
 
 
@@ -240,11 +241,12 @@ class Trial:
         families = runtime.description.families
         self._families = token_families(families)
         self._stateful = len(self._families) < len(families)
-        self._size = -(-_LONG // BLOCK_SIZE)  # blocks of a table
+        self._block_size = runtime.description.block_size or BLOCK_SIZE
+        self._size = -(-(7 * self._block_size + _BEHIND) // self._block_size)  # blocks of a table
         self._slots = iter(range(_SEQUENCES + 2))
         runtime.allocate(
             [_SEQUENCES + 2 if isinstance(f, RecurrentState) else _SEQUENCES * self._size for f in families],
-            BLOCK_SIZE,
+            self._block_size,
         )
         self._made = 0
         self._long = self._sequence("long", long, np.random.default_rng(1).permutation(self._size))
@@ -252,7 +254,7 @@ class Trial:
 
     def run(self) -> dict[str, list[ScoredRows]]:
         long, short = self._long, self._short
-        first, second = 4 * BLOCK_SIZE, 7 * BLOCK_SIZE + 2  # positions at which forks resume
+        first, second = 4 * self._block_size, 7 * self._block_size + 2  # positions at which forks resume
         self._step((long, first, "a first chunk"), (short, 19, "a first chunk"))
         self._keep_state()
         self._step((long, second, "a later chunk"), (short, 20, "a decode"))
@@ -260,15 +262,15 @@ class Trial:
         again = self._sequence("short", short.tokens, np.arange(self._size))
         if self._stateful:  # a new sequence must not see the state that another left in its slot
             self._runtime.apply(Plan(states=(StateCopy(long.state, again.state),)))
-        self._step((long, 33, "a later chunk"), (again, 7, "a first chunk"))
+        self._step((long, second + 3, "a later chunk"), (again, 7, "a first chunk"))
         whole = self._fork(first)
         inside = self._fork(second)
         restored = self._restored(second)
         self._step(
-            (whole, 38, "a chunk after a shared prefix"),
-            (inside, 40, "a chunk after a copied part of a block"),
-            (restored, 39, "a chunk after a prefix from the host"),
-            (long, 34, "a decode"),
+            (whole, second + 8, "a chunk after a shared prefix"),
+            (inside, second + 10, "a chunk after a copied part of a block"),
+            (restored, second + 9, "a chunk after a prefix from the host"),
+            (long, second + 4, "a decode"),
             (short, 21, "a decode"),
         )
         for _ in range(2):
@@ -314,7 +316,7 @@ class Trial:
         copies = []
         for number, family in enumerate(self._families):
             theirs, table = self._long.tables[number], fork.tables[number]
-            kept, (shared, partly) = family.first_visible(past) // BLOCK_SIZE, divmod(past, BLOCK_SIZE)
+            kept, (shared, partly) = family.first_visible(past) // self._block_size, divmod(past, self._block_size)
             table[kept:shared] = theirs[kept:shared]
             if partly and kept <= shared:
                 source = BlockId(int(theirs[shared]))
@@ -330,8 +332,9 @@ class Trial:
         restored = self._sequence("long", self._long.tokens, np.arange(self._size), past)
         for number, family in enumerate(self._families):
             theirs, table = self._long.tables[number], restored.tables[number]
-            for first in range(family.first_visible(past) // BLOCK_SIZE * BLOCK_SIZE, past, BLOCK_SIZE):
-                tokens, block = min(BLOCK_SIZE, past - first), first // BLOCK_SIZE
+            size = self._block_size
+            for first in range(family.first_visible(past) // size * size, past, size):
+                tokens, block = min(size, past - first), first // size
                 self._copy_by_host(number, int(theirs[block]), int(table[block]), tokens)
         if past and self._stateful:
             self._copy_by_host(len(self._families), self._kept[past], restored.state, 0)
@@ -350,7 +353,7 @@ class Trial:
         past = min(past, self._long.past)
         return past if past < len(self._long.tokens) else 0  # at the end nothing would be left to compute
 
-    def _step(self, *wanted: tuple[_Sequence, int, str], most_logits: int = _LONG) -> None:
+    def _step(self, *wanted: tuple[_Sequence, int, str], most_logits: int = 1 << 30) -> None:
         """Runs one forward that computes each sequence up to the given position, or to its end if that comes
         first. Each has logits of its last rows."""
         work = [(s, min(until, len(s.tokens)), kind) for s, until, kind in wanted]
@@ -372,7 +375,7 @@ class Trial:
         """Builds a segment, without the blocks that no row will see again."""
         tables = [table.copy() for table in sequence.tables]
         for family, table in zip(self._families, tables, strict=True):
-            table[: family.first_visible(sequence.past) // BLOCK_SIZE] = NO_BLOCK
+            table[: family.first_visible(sequence.past) // self._block_size] = NO_BLOCK
         tokens = sequence.tokens[sequence.past : until]
         kept = min(len(tokens), most_logits)
         adapter = self._adapter if sequence.name == "long" else ""

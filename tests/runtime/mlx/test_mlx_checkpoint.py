@@ -11,7 +11,6 @@ import pytest
 from mlx_checkpoints import KINDS, mlx_config
 from rootstock.errors import ModelError, ModelFileInvalid, ModelUnsupported
 from rootstock.runtime.mlx.checkpoint import read_checkpoint
-from rootstock.runtime.mlx.weights import check_architecture
 
 
 def write(directory: Path, kind: str = "llama", **fields: Any) -> Path:
@@ -36,19 +35,19 @@ def test_names_that_mlx_lm_maps_to_another(tmp_path: Path, model_type: str, arch
 @pytest.mark.parametrize("model_type", ["bert", "cache", "base", "__init__"])
 def test_an_architecture_that_mlx_lm_does_not_have(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ModelUnsupported, match=f"mlx-lm [0-9.]+ has no model of type '{model_type}'"):
-        check_architecture("m", write(tmp_path, model_type=model_type))
+        read_checkpoint("m", write(tmp_path, model_type=model_type))
 
 
 @pytest.mark.parametrize("model_type", [None, 5, [], {}, "", "../llama", "llama.Model", "a" * 101, "llama\n"])
 def test_a_model_type_that_is_no_name(tmp_path: Path, model_type: object) -> None:
     with pytest.raises(ModelFileInvalid, match=r"model_type is .*, but must be the name of an architecture"):
-        check_architecture("m", write(tmp_path, model_type=model_type))
+        read_checkpoint("m", write(tmp_path, model_type=model_type))
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ModelUnsupported, match=r"'evil.py' as its code .* runs no code of a checkpoint"):
-        check_architecture("m", write(tmp_path, model_file="evil.py"))
+        read_checkpoint("m", write(tmp_path, model_file="evil.py"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -69,13 +68,13 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
 )
 def test_values_of_a_configuration(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        check_architecture("m", write(tmp_path, **fields))
+        read_checkpoint("m", write(tmp_path, **fields))
 
 
 @pytest.mark.parametrize("heads", [0, -1, "four", 10**30])
 def test_dimensions_that_make_no_model_are_an_error_of_the_file(tmp_path: Path, heads: object) -> None:
     with pytest.raises(ModelError):
-        check_architecture("m", write(tmp_path, num_attention_heads=heads, head_dim=None))
+        read_checkpoint("m", write(tmp_path, num_attention_heads=heads, head_dim=None))
 
 
 # ---- quantization
@@ -105,7 +104,7 @@ def test_dimensions_that_make_no_model_are_an_error_of_the_file(tmp_path: Path, 
 )
 def test_a_quantization_that_mlx_does_not_have(tmp_path: Path, quantization: Any, said: str) -> None:
     with pytest.raises(ModelFileInvalid, match=said):
-        check_architecture("m", write(tmp_path, quantization=quantization))
+        read_checkpoint("m", write(tmp_path, quantization=quantization))
 
 
 @pytest.mark.parametrize("where", ["root", "text"])
@@ -113,13 +112,13 @@ def test_a_quantization_of_another_library_that_mlx_lm_does_not_read(tmp_path: P
     found = {"quantization_config": {"quant_method": "bitsandbytes"}}
     write(tmp_path, **(found if where == "root" else {"text_config": mlx_config("llama") | found}))
     with pytest.raises(ModelUnsupported, match=r"quantized by bitsandbytes, .* serve the unquantized model"):
-        check_architecture("m", tmp_path)
+        read_checkpoint("m", tmp_path)
 
 
 @pytest.mark.parametrize("found", ["awq", [], {}, {"quant_method": 5}])
 def test_a_quantization_without_a_method(tmp_path: Path, found: object) -> None:
     with pytest.raises(ModelFileInvalid, match="quantization_config names no quant_method"):
-        check_architecture("m", write(tmp_path, quantization_config=found))
+        read_checkpoint("m", write(tmp_path, quantization_config=found))
 
 
 def test_a_description_of_the_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_a_description_of_the_quantization_in_a_file_of_its_own(tmp_path: Path) 
     }
     (tmp_path / "hf_quant_config.json").write_text("{")
     with pytest.raises(ModelFileInvalid, match=r"hf_quant_config.json .* is not JSON"):
-        check_architecture("m", tmp_path)
+        read_checkpoint("m", tmp_path)
 
 
 def test_null_is_no_quantization(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from rootstock.runtime.memory_fit import (
 )
 from rootstock.runtime.mlx.adapters import MlxAdapters
 from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, MlxCheckpoint, read_checkpoint
+from rootstock.runtime.mlx.memory import device_memory as device_memory
 from rootstock.runtime.mlx.memory import free_bytes, limit_memory
 from rootstock.runtime.mlx.modes import choose_mode
 from rootstock.runtime.mlx.runner import MlxExecution, MlxRuntime, dtype_name
@@ -63,6 +64,11 @@ _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
 _QUANTIZED_SUFFIXES = {"none": "", "int8": "/mlx.int8.1", "int4": "/mlx.int4.1"}
+
+
+def check_architecture(config: ModelConfig, directory: Path) -> None:
+    """Checks that mlx-lm knows the model. Raises ModelFileInvalid or ModelUnsupported."""
+    read_checkpoint(config.model, directory)
 
 
 def load_model(

@@ -44,8 +44,8 @@ def free_bytes() -> int:
     return max(0, free - kept)
 
 
-def device_memory() -> DeviceMemory:
-    """Returns the memory in which the runtime makes its pools."""
+def device_memory(device: str = "auto") -> DeviceMemory:
+    """Returns the memory in which the runtime makes its pools, on any device."""
     return DeviceMemory("unified", free_bytes())
 
 

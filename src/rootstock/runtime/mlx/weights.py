@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model as load_by_mlx_lm
 
 from rootstock.errors import ModelUnsupported, ModelWeightsMissing, shown
-from rootstock.runtime.mlx.checkpoint import MlxCheckpoint, read_checkpoint
+from rootstock.runtime.mlx.checkpoint import MlxCheckpoint
 from rootstock.runtime.mlx.runner import dtype_name
 from rootstock.runtime.model_files import CONFIG, Progress, first_line, in_one_line, stored_tensors
 from rootstock.runtime.model_formats import MLX, Quantization, quantization_of
@@ -28,11 +28,6 @@ _EVALUATED_BYTES = 256 * MIB  # of weights at a time, between two reports of pro
 _QUANTIZED_BITS = {"int8": 8, "int4": 4}
 _WEIGHT = ".weight"
 _GROUP = 64  # weights that share a scale, as mlx_lm.convert quantizes
-
-
-def check_architecture(model: str, directory: Path) -> None:
-    """Checks that mlx-lm knows the model. Raises ModelFileInvalid or ModelUnsupported."""
-    read_checkpoint(model, directory)
 
 
 def lazy_model(model: str, checkpoint: MlxCheckpoint, files: Sequence[Path]) -> nn.Module:

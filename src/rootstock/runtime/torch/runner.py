@@ -79,6 +79,11 @@ _TIME_STEPS = "/time_steps.1"
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
 
+def check_architecture(config: ModelConfig, directory: Path) -> None:
+    """Checks that transformers knows the model. Raises ModelFileInvalid or ModelUnsupported."""
+    read_config(config.model, directory, trust_remote_code=config.trust_remote_code)
+
+
 def load_model(
     config: ModelConfig,
     progress: Progress | None = None,

@@ -1,0 +1,1 @@
+"""Runtime for graphs of models that OpenVINO's exporters wrote."""

@@ -1,0 +1,277 @@
+"""Loader of the OpenVINO runtime: from a directory with an exported graph to a runtime that has passed its
+self-check."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+import xxhash
+
+from rootstock.config import ModelConfig
+from rootstock.errors import (
+    InvalidOption,
+    ModelFileInvalid,
+    ModelUnsupported,
+    ModelWeightsMissing,
+    SelfCheckFailed,
+)
+from rootstock.runtime.base import DeviceMemory, ModelDescription
+from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
+from rootstock.runtime.memory_fit import (
+    Demands,
+    refuse_beyond,
+    refuse_beyond_limit,
+    refuse_hopeless_budget,
+    refuse_longer_context,
+)
+from rootstock.runtime.model_config import context_limit, eos_token_ids
+from rootstock.runtime.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    Progress,
+    check_configs,
+    fingerprint,
+    in_one_line,
+    locate,
+    public_name,
+    read_json,
+)
+from rootstock.runtime.model_formats import OPENVINO_GRAPH
+from rootstock.runtime.openvino.graph import (
+    PAGE_TOKENS,
+    GraphLayout,
+    GraphUnsupported,
+    count_weights,
+    layout_of,
+    make_paged,
+    read_graph,
+    shake_embeddings,
+)
+from rootstock.runtime.openvino.runner import OpenVinoExecution, OpenVinoRuntime, dtype_name
+from rootstock.runtime.openvino.self_check import ExportedModel
+from rootstock.runtime.trial import Disagreement, check
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {"float32": "f32", "bfloat16": "bf16"}  # OpenVINO's names
+_INT8 = "u8"
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """What config.json and generation_config.json declare."""
+
+    architecture: str
+    context_limit: int
+    rope_regime: str
+    eos_token_ids: tuple[int, ...]
+
+
+@functools.cache
+def _core() -> ov.Core:
+    return ov.Core()
+
+
+def device_memory(device: str) -> DeviceMemory:
+    """Returns the memory in which the runtime makes its pools. Raises InvalidOption."""
+    _refuse_device(device)
+    return DeviceMemory("host", free_host_bytes())
+
+
+def check_architecture(config: ModelConfig, directory: Path) -> None:
+    """Checks that there is a graph, and that OpenVINO can read it. Raises ModelFileInvalid, ModelUnsupported or
+    ModelWeightsMissing."""
+    _declared(config.model, directory)
+    _graph_files(config.model, directory)
+
+
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    demands: Demands | None = None,
+    *,
+    directory: Path | None = None,
+) -> OpenVinoRuntime:
+    """Loads an exported graph and self-checks it. The runtime is ready for `allocate`.
+
+    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    """
+    demands = demands or Demands()
+    report = progress or (lambda stage, done: None)
+    _refuse_options(config, demands)
+    name = config.model
+    directory = directory or locate(name, with_code=False, progress=report)
+    declared, files = _declared(name, directory), _graph_files(name, directory)
+    refuse_longer_context(demands.context_limit, declared.context_limit)
+    dtype = config.dtype if config.dtype != "auto" else _native_dtype()
+    if config.memory_check:
+        weights = files[1].stat().st_size  # packed once more by the compiler; the file's pages can be dropped
+        refuse_beyond(
+            name, weights, dtype, "--kv-budget", demands.pool_bytes, free_host_bytes(), "main memory"
+        )
+        refuse_beyond_limit(name, weights, dtype, demands)
+    try:
+        weights_fingerprint = fingerprint(directory, files, "openvino", report)
+        report("load", 0.0)
+        served = _compiled(config, declared, weights_fingerprint, files[0], dtype)
+        if demands.kv_budget is not None:
+            refuse_hopeless_budget(served.layout.families, demands)
+        report("load", 1.0)
+        _self_check(config, served, files[0], dtype, report)
+    except GraphUnsupported as refusal:
+        raise ModelUnsupported(name, f"it {refusal}") from refusal
+    except Disagreement as found:
+        raise SelfCheckFailed(name, found.figure, found.allowed, found.quantity) from found
+    except OSError as error:
+        raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
+    except RuntimeError as error:  # OpenVINO's only exception
+        raise ModelUnsupported(name, f"OpenVINO refuses its graph: {in_one_line(error)}") from error
+    return OpenVinoRuntime(served)
+
+
+def _compiled(
+    config: ModelConfig, declared: _Declared, weights: str, file: Path, dtype: str
+) -> OpenVinoExecution:
+    model = read_graph(_core(), file)
+    parameters = count_weights(model)
+    widths = make_paged(model)
+    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
+    layout = layout_of(compiled, widths)
+    description = ModelDescription(
+        name=config.served_name or public_name(config.model),
+        architecture=declared.architecture,
+        vocab_size=layout.vocab_size,
+        context_limit=declared.context_limit,
+        families=layout.families,
+        weights_fingerprint=weights,
+        dtype=dtype,
+        kv_dtype="+".join(sorted({dtype_name(port.type) for ports in layout.ports for port in ports})),
+        device="cpu",
+        parameters=parameters,
+        rope_regime=declared.rope_regime,
+        eos_token_ids=declared.eos_token_ids,
+        layout=_layout_name(layout),
+        runtime="openvino",
+        block_size=PAGE_TOKENS,
+    )
+    return OpenVinoExecution(compiled, layout, description)
+
+
+def _self_check(
+    config: ModelConfig, served: OpenVinoExecution, file: Path, dtype: str, report: Progress
+) -> None:
+    """Compares the paged graph with the exported one. K and V are not quantized for it, because the loss of rounding
+    is the user's choice and no error. Raises Disagreement or GraphUnsupported."""
+    settings = _settings(config, dtype) | {"KV_CACHE_PRECISION": _TYPES[dtype]}
+    exported = read_graph(_core(), file)
+    width = shake_embeddings(exported)
+    own = ExportedModel(_core().compile_model(exported, "CPU", settings), width, dtype)
+    checked = served
+    if config.kv_dtype == "int8":
+        paged = read_graph(_core(), file)
+        widths = make_paged(paged)
+        compiled = _core().compile_model(paged, "CPU", settings)
+        checked = OpenVinoExecution(compiled, layout_of(compiled, widths), served.description)
+    check(own, served.description, lambda: OpenVinoRuntime(checked), lambda done: report("check", done))
+
+
+def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Returns the properties of a compiled graph."""
+    settings: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": _TYPES[dtype],
+        "KV_CACHE_PRECISION": _INT8 if config.kv_dtype == "int8" else _TYPES[dtype],
+        # Scales of keys by token: a scale of a block's channels would change with the block's later tokens.
+        "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+    }
+    if dtype == "float32":
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # activations stay exact beside compressed weights
+    if config.threads is not None:
+        settings["INFERENCE_NUM_THREADS"] = config.threads
+    return settings
+
+
+def _native_dtype() -> str:
+    """Returns the smallest dtype that the processor computes natively."""
+    return "bfloat16" if "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "float32"
+
+
+def _layout_name(layout: GraphLayout) -> str:
+    """Returns a hash of the row layout. OpenVINO's version counts because it may store other contents in the same
+    shapes."""
+    kept = repr((layout.families, layout.ports, "openvino", ov.get_version()))
+    return xxhash.xxh3_64_hexdigest(kept.encode())
+
+
+# ---- files
+
+
+def _graph_files(model: str, directory: Path) -> list[Path]:
+    """Returns the graph and its weights. Raises ModelWeightsMissing."""
+    files = [directory / OPENVINO_GRAPH, (directory / OPENVINO_GRAPH).with_suffix(".bin")]
+    for file in files:
+        if not file.is_file():
+            raise ModelWeightsMissing(
+                model, f"there is no {file.name}: optimum-cli export openvino writes the graph of a model"
+            )
+    return files
+
+
+def _declared(model: str, directory: Path) -> _Declared:
+    """Raises ModelFileInvalid."""
+    check_configs(model, directory)
+    config: Mapping[str, Any] = read_json(model, directory, CONFIG)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    generation = {}
+    if (directory / GENERATION_CONFIG).exists():
+        generation = read_json(model, directory, GENERATION_CONFIG)
+    try:
+        limit, regime = context_limit(text)
+    except ValueError as error:
+        raise ModelFileInvalid(model, CONFIG, str(error)) from error
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    return _Declared(str(named)[:100], limit, regime, eos_token_ids(generation, text, config))
+
+
+# ---- options
+
+
+def _refuse_options(config: ModelConfig, demands: Demands) -> None:
+    """Raises InvalidOption for options that the OpenVINO runtime does not have."""
+    _refuse_device(config.device)
+    refuse_host_tier(demands.host_bytes, "host")
+    if demands.block_size != PAGE_TOKENS:
+        remedy = f"{PAGE_TOKENS}: the OpenVINO runtime has blocks of {PAGE_TOKENS} tokens"
+        raise InvalidOption("--block-size", demands.block_size, remedy)
+    refused = (
+        ("--trust-remote-code", config.trust_remote_code, False, "it runs no code of a checkpoint"),
+        ("--cuda-graphs", bool(config.cuda_graphs), False, "it computes on CPUs"),
+        ("--attention", config.attention, "auto", "its attention is OpenVINO's"),
+        ("--state-dtype", config.state_dtype, "auto", "it keeps states as the graph computes them"),
+        ("--quantize", config.quantize, "none", "weights are quantized at the export (--weight-format int8 or int4)"),
+        
+    )  # fmt: skip
+    for name, found, without, reason in refused:
+        if found != without:
+            what = "omitted" if without is False else without
+            raise InvalidOption(name, found, f"{what} with the OpenVINO runtime: {reason}")
+    if config.dtype not in ("auto", *_TYPES):
+        raise InvalidOption("--dtype", config.dtype, "auto, float32 or bfloat16 with the OpenVINO runtime")
+    if config.adapters:
+        raise InvalidOption(
+            "--adapter", config.adapters[0].name, "omitted with the OpenVINO runtime: its graphs take no adapters"
+        )
+
+
+def _refuse_device(device: str) -> None:
+    if device not in ("auto", "cpu"):
+        raise InvalidOption("--device", device, "auto or cpu: the OpenVINO runtime computes on CPUs")
