@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,12 @@ def make_paged(model: ov.Model) -> dict[str, int]:
     left = {op.get_type_name() for op in model.get_ops()} & {"ReadValue", "ScaledDotProductAttention"}
     if left:
         raise GraphUnsupported("keeps states or an attention that OpenVINO does not read from pools")
-    names = {port.get_any_name() for port in model.inputs}
+    names = {_name_of(port) for port in model.inputs}
     if unknown := {name for name in names if not _POOL.fullmatch(name)} - _PAGED_INPUTS:
         raise GraphUnsupported(f"becomes a graph with an input {min(unknown)!r}, which Rootstock does not know")
-    attentions = [op for op in model.get_ops() if op.get_type_name() == _ATTENTION]
-    widths = {_layer_of(op): _window_of(op) for op in attentions}
-    _give_windows_tables(model, attentions)
+    attentions = {_layer_of(op): op for op in model.get_ops() if op.get_type_name() == _ATTENTION}
+    widths = {layer: _window_of(op) for layer, op in attentions.items()}
+    _give_windows_tables(model, attentions, widths)
     _choose_rows(model)
     model.validate_nodes_and_infer_types()
     return widths
@@ -128,29 +128,33 @@ def _source(op: Any, number: int) -> Any:
 
 
 def _layer_of(attention: Any) -> str:
-    name: str = _source(attention, _KEYS).output(0).get_any_name()
-    return name.partition(".")[2]
+    return _name_of(_source(attention, _KEYS).output(0)).partition(".")[2]
+
+
+def _name_of(port: Any) -> str:
+    """Returns the input's own name: OpenVINO may give it further ones."""
+    name: str = port.get_node().get_friendly_name()
+    return name
 
 
 def _window_of(attention: Any) -> int:
-    """Raises GraphUnsupported."""
-    window = _source(attention, _WINDOW)
-    while window.get_type_name() == "Convert":
-        window = _source(window, 0)
-    if window.get_type_name() != "Constant":
-        raise GraphUnsupported("computes the width of its window in the graph")
-    return max(0, int(window.get_data().reshape(-1)[0]))
+    """Returns the window of an attention, which the graph may derive from its constants. Raises GraphUnsupported."""
+    window = attention.input(_WINDOW).get_source_output()
+    try:
+        found = ov.Core().compile_model(ov.Model([window], []), "CPU")([])[0]
+    except RuntimeError as error:
+        raise GraphUnsupported("computes the width of its window from its inputs") from error
+    return max(0, int(found.reshape(-1)[0]))
 
 
-def _give_windows_tables(model: ov.Model, attentions: Sequence[Any]) -> None:
+def _give_windows_tables(model: ov.Model, attentions: Mapping[str, Any], widths: Mapping[str, int]) -> None:
     """Gives the attentions of each further width of window a block table of their own."""
-    tables: dict[int, Any] = {}
-    for number, width in enumerate(sorted({_window_of(op) for op in attentions})):
+    for number, width in enumerate(sorted(set(widths.values()))):
         if number:
-            tables[width] = _new_input(model, table_name(number))
-    for op in attentions:
-        if table := tables.get(_window_of(op)):
-            op.input(_TABLE).replace_source_output(table.output(0))
+            table = _new_input(model, table_name(number))
+            for layer, op in attentions.items():
+                if widths[layer] == width:
+                    op.input(_TABLE).replace_source_output(table.output(0))
 
 
 def _choose_rows(model: ov.Model) -> None:
@@ -175,12 +179,13 @@ def _new_input(model: ov.Model, name: str) -> Any:
 def layout_of(compiled: ov.CompiledModel, widths: Mapping[str, int]) -> GraphLayout:
     """Reads the pools of a compiled paged graph from its inputs. `widths`: as `make_paged` returns them. Raises
     GraphUnsupported."""
-    by_name = {port.get_any_name(): port for port in compiled.inputs}
+    by_name = {_name_of(port): port for port in compiled.inputs}
     pools = sorted((name for name in by_name if _POOL.fullmatch(name)), key=_place)
+    blocks = [name for name in pools if "_state_table" not in name]
     families: list[Family] = []
     ports: list[tuple[PoolPort, ...]] = []
     for width in sorted(set(widths.values())):
-        its = [_pool_port(by_name[name]) for name in pools if widths.get(name.partition(".")[2]) == width]
+        its = [_pool_port(by_name[name]) for name in blocks if widths[name.partition(".")[2]] == width]
         if any(port.shape[1] != PAGE_TOKENS for port in its):
             raise GraphUnsupported(f"has blocks of {its[0].shape[1]} positions, where {PAGE_TOKENS} are expected")
         layers, row_bytes = len(its) // 2, sum(port.row_bytes for port in its)
@@ -209,7 +214,7 @@ def _place(name: str) -> tuple[int, str]:
 
 def _pool_port(port: Any) -> PoolPort:
     shape = tuple(int(length.get_length()) for length in list(port.partial_shape)[1:])
-    return PoolPort(port.get_any_name(), shape, port.element_type.to_string())
+    return PoolPort(_name_of(port), shape, port.element_type.to_string())
 
 
 # ---- the exported graph

@@ -18,6 +18,7 @@ from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.runtime.openvino.graph import KEPT_ROWS, PAGE_TOKENS, GraphLayout, table_name
 from rootstock.runtime.openvino.pools import GraphPools
 
+_NEVER = 1 << 30  # tokens after which a forward keeps a further state
 # Names of element types as torch has them, where OpenVINO's name is another one.
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "u8": "uint8", "i8": "int8"}
 
@@ -124,12 +125,13 @@ class OpenVinoRuntime:
             if family == 0:
                 inputs["block_indices_begins"] = _begins(tables)
         if self._layout.is_stateful:
-            # Each sequence reads its working state and writes it again; none is kept between.
-            slots = np.array([[s.state, s.state] for s in segments], np.int32)
+            # A sequence reads its working state, or zeros at its beginning, and writes it; none is kept between.
+            zeros = self._made.spare_row(self._token_families)
+            slots = np.array([[s.state if s.past else zeros, s.state] for s in segments], np.int32)
             inputs["la.block_indices"] = slots.reshape(-1)
             inputs["la.block_indices_begins"] = np.arange(0, 2 * len(segments) + 1, 2, dtype=np.int32)
             inputs["la.past_lens"] = past
-            inputs["la.cache_interval"] = np.zeros(len(segments), np.int32)
+            inputs["la.cache_interval"] = np.full(len(segments), _NEVER, np.int32)
         return inputs
 
     def _table_of(self, segment: Segment, family: int) -> NDArray[np.int32]:
