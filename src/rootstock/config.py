@@ -485,7 +485,8 @@ class ModelConfig:
         "auto",
         "runtime",
         MODEL,
-        "Library that computes the model: torch, mlx, or auto (mlx on Apple Silicon if it is installed, else torch).",
+        "Library that computes the model: torch, mlx, openvino, or auto (openvino for its graphs, mlx on Apple "
+        "Silicon if it is installed, else torch).",
         choices=("auto", "torch", "mlx", "openvino"),
         per_model=True,
     )

@@ -42,7 +42,7 @@ DIRECTORIES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "onnx": (("model.onnx", "model.onnx_data"), "ONNX", ORIGINAL),
     "onnx folder": (("onnx/model.onnx",), "ONNX", ORIGINAL),
     "openvino": (("openvino_model.xml", "openvino_model.bin"), "OpenVINO", "--runtime openvino"),
-    "openvino of several": (("openvino_language_model.xml", "openvino_text_embeddings_model.xml"), "OpenVINO", ORIGINAL),
+    "openvino of several": (("openvino_language_model.xml",), "in several graphs", ORIGINAL),
     "core ml": (("Model.mlpackage/Manifest.json",), "Core ML", ORIGINAL),
     "mlc": (("mlc-chat-config.json", "params_shard_0.bin"), "MLC", ORIGINAL),
     "tensorrt": (("rank0.engine",), "TensorRT", ORIGINAL),

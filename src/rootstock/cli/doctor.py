@@ -84,7 +84,7 @@ def doctor(
 def _software() -> Iterator[Finding]:
     yield Finding("rootstock", __version__)
     yield Finding("python", platform.python_version())
-    for package in ("mlx", "mlx-lm", "torch", "transformers", "numba", "triton"):
+    for package in ("mlx", "mlx-lm", "torch", "transformers", "numba", "triton", "openvino"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield Finding(package, importlib.metadata.version(package))
 

@@ -316,7 +316,10 @@ class Trial:
         copies = []
         for number, family in enumerate(self._families):
             theirs, table = self._long.tables[number], fork.tables[number]
-            kept, (shared, partly) = family.first_visible(past) // self._block_size, divmod(past, self._block_size)
+            kept, (shared, partly) = (
+                family.first_visible(past) // self._block_size,
+                divmod(past, self._block_size),
+            )
             table[kept:shared] = theirs[kept:shared]
             if partly and kept <= shared:
                 source = BlockId(int(theirs[shared]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ _PAGED_INPUTS = {
     "input_ids", "position_ids", "max_context_len", "past_lens", "subsequence_begins", "block_indices",
     "block_indices_begins", "la.block_indices", "la.block_indices_begins", "la.past_lens", "la.cache_interval",
 }  # fmt: skip
-_INDEX_TYPES = (ov.Type.i64, ov.Type.i32, ov.Type.boolean)
+_INDEX_TYPES = ("i64", "i32", "boolean")
 # Operations between a head's product and the logits, as of a softcap or a scale.
 _BEHIND_A_HEAD = {"Convert", "Multiply", "Divide", "Tanh", "Add", "Reshape", "Clamp"}
 
@@ -92,17 +93,20 @@ def read_graph(core: ov.Core, file: Path) -> ov.Model:
     return model
 
 
-def count_weights(model: ov.Model) -> int:
-    """Counts the numbers in the graph's tables of weights, with the few scales of quantized ones."""
-    constants = (op.output(0) for op in model.get_ops() if op.get_type_name() == "Constant")
-    shapes = (list(port.get_shape()) for port in constants if port.get_element_type() not in _INDEX_TYPES)
-    return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+def count_weights(model: ov.Model) -> Counter[str]:
+    """Counts the numbers in the graph's tables of weights by their type, with the few scales of quantized ones."""
+    counts: Counter[str] = Counter()
+    for op in model.get_ops():
+        port = op.output(0) if op.get_type_name() == "Constant" else None
+        if port is not None and len(port.get_shape()) > 1:
+            counts[port.get_element_type().to_string()] += math.prod(port.get_shape())
+    return Counter({type: count for type, count in counts.items() if type not in _INDEX_TYPES})
 
 
 # ---- the paged graph
 
 
-def make_paged(model: ov.Model) -> dict[str, int]:
+def make_paged(core: ov.Core, model: ov.Model) -> dict[str, int]:
     """Changes an exported graph into a paged one. Returns the width of the window of each layer's attention, 0 for
     all positions, by the number in its pools' names. Raises GraphUnsupported."""
     try:
@@ -114,10 +118,13 @@ def make_paged(model: ov.Model) -> dict[str, int]:
         raise GraphUnsupported("keeps states or an attention that OpenVINO does not read from pools")
     names = {_name_of(port) for port in model.inputs}
     if unknown := {name for name in names if not _POOL.fullmatch(name)} - _PAGED_INPUTS:
-        raise GraphUnsupported(f"becomes a graph with an input {min(unknown)!r}, which Rootstock does not know")
+        raise GraphUnsupported(
+            f"becomes a graph with an input {min(unknown)!r}, which Rootstock does not know"
+        )
     attentions = {_layer_of(op): op for op in model.get_ops() if op.get_type_name() == _ATTENTION}
-    widths = {layer: _window_of(op) for layer, op in attentions.items()}
+    widths = {layer: _window_of(core, op) for layer, op in attentions.items()}
     _give_windows_tables(model, attentions, widths)
+    _give_positions(model)
     _choose_rows(model)
     model.validate_nodes_and_infer_types()
     return widths
@@ -137,11 +144,11 @@ def _name_of(port: Any) -> str:
     return name
 
 
-def _window_of(attention: Any) -> int:
+def _window_of(core: ov.Core, attention: Any) -> int:
     """Returns the window of an attention, which the graph may derive from its constants. Raises GraphUnsupported."""
     window = attention.input(_WINDOW).get_source_output()
     try:
-        found = ov.Core().compile_model(ov.Model([window], []), "CPU")([])[0]
+        found = core.compile_model(ov.Model([window], []), "CPU")([])[0]
     except RuntimeError as error:
         raise GraphUnsupported("computes the width of its window from its inputs") from error
     return max(0, int(found.reshape(-1)[0]))
@@ -157,13 +164,46 @@ def _give_windows_tables(model: ov.Model, attentions: Mapping[str, Any], widths:
                     op.input(_TABLE).replace_source_output(table.output(0))
 
 
+def _give_positions(model: ov.Model) -> None:
+    """Gives a graph the positions that it counts itself, from the length of its cache to the end of its input.
+
+    In a paged graph that is one position. An export whose code makes positions has such ranges, of shape [tokens], and
+    the cosines of their one sequence [1, tokens, width] must become [tokens, 1, width], as all else in the graph.
+    """
+    given = next((port for port in model.inputs if _name_of(port) == "position_ids"), None)
+    ranges = [op for op in model.get_ops() if op.get_type_name() == "Range" and _counts_the_cache(op)]
+    if given is None or given.get_target_inputs() or not ranges:
+        return
+    for op in ranges:
+        users = op.output(0).get_target_inputs()
+        positions = ops.convert(given.get_node(), op.output(0).get_element_type().to_string())
+        for user in users:
+            user.replace_source_output(positions.output(0))
+    model.validate_nodes_and_infer_types()
+    for op in [op for op in model.get_ops() if op.get_type_name() in ("Cos", "Sin")]:
+        users, width = op.output(0).get_target_inputs(), op.output(0).get_partial_shape()[-1].get_length()
+        turned = ops.reshape(op.output(0), ops.constant([-1, 1, width], ov.Type.i64), special_zero=False)
+        for user in users:
+            user.replace_source_output(turned.output(0))
+
+
+def _counts_the_cache(counting: Any) -> bool:
+    """Returns whether a range begins at a length of the cache, which is `max_context_len` less the input's length."""
+    op = _source(counting, 0)
+    while op.get_type_name() in ("Convert", "Subtract", "Squeeze", "Reshape"):
+        op = _source(op, 0)
+    return _name_of(op.output(0)) == "max_context_len"
+
+
 def _choose_rows(model: ov.Model) -> None:
     """Lets the head compute the rows that the input `kept_rows` names. Raises GraphUnsupported."""
     op = _source(model.output("logits").get_node(), 0)
     while op.get_type_name() in _BEHIND_A_HEAD:
         op = _source(op, 0)
     if op.get_type_name() != "MatMul":
-        raise GraphUnsupported(f"ends in an operation {op.get_type_name()}, where a head's product is expected")
+        raise GraphUnsupported(
+            f"ends in an operation {op.get_type_name()}, where a head's product is expected"
+        )
     hidden = op.input(0).get_source_output()  # [tokens, 1, width]
     op.input(0).replace_source_output(ops.gather(hidden, _new_input(model, KEPT_ROWS), 0).output(0))
 
@@ -187,7 +227,9 @@ def layout_of(compiled: ov.CompiledModel, widths: Mapping[str, int]) -> GraphLay
     for width in sorted(set(widths.values())):
         its = [_pool_port(by_name[name]) for name in blocks if widths[name.partition(".")[2]] == width]
         if any(port.shape[1] != PAGE_TOKENS for port in its):
-            raise GraphUnsupported(f"has blocks of {its[0].shape[1]} positions, where {PAGE_TOKENS} are expected")
+            raise GraphUnsupported(
+                f"has blocks of {its[0].shape[1]} positions, where {PAGE_TOKENS} are expected"
+            )
         layers, row_bytes = len(its) // 2, sum(port.row_bytes for port in its)
         family: TokenFamily = FullAttention(layers, row_bytes // PAGE_TOKENS)
         families.append(SlidingWindow(layers, row_bytes // PAGE_TOKENS, width) if width else family)
@@ -231,6 +273,8 @@ def shake_embeddings(model: ov.Model) -> int:
     embedded = op.output(0)
     while len(users := list(embedded.get_target_inputs())) == 1 and _dequantizes(users[0]):
         embedded = users[0].get_node().output(0)
+    if embedded.get_element_type() != ov.Type.f32:
+        raise GraphUnsupported(f"embeds its tokens as {embedded.get_element_type().to_string()}")
     noise = ops.parameter([1, -1, -1], embedded.get_element_type(), name=NOISE)
     noise.output(0).get_tensor().set_names({NOISE})
     model.add_parameters([noise])

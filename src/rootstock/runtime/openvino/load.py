@@ -4,9 +4,8 @@ self-check."""
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,14 @@ from rootstock.runtime.openvino.runner import OpenVinoExecution, OpenVinoRuntime
 from rootstock.runtime.openvino.self_check import ExportedModel
 from rootstock.runtime.trial import Disagreement, check
 
-_log = logging.getLogger(__name__)
-
 _TYPES = {"float32": "f32", "bfloat16": "bf16"}  # OpenVINO's names
 _INT8 = "u8"
+_QUANTIZED = {"i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4", "nf4": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """What config.json and generation_config.json declare."""
+    """Declarations of config.json and generation_config.json."""
 
     architecture: str
     context_limit: int
@@ -85,7 +83,7 @@ def device_memory(device: str) -> DeviceMemory:
 
 
 def check_architecture(config: ModelConfig, directory: Path) -> None:
-    """Checks that there is a graph, and that OpenVINO can read it. Raises ModelFileInvalid, ModelUnsupported or
+    """Checks that there are a graph, its weights and its configuration. Raises ModelFileInvalid or
     ModelWeightsMissing."""
     _declared(config.model, directory)
     _graph_files(config.model, directory)
@@ -117,13 +115,13 @@ def load_model(
         )
         refuse_beyond_limit(name, weights, dtype, demands)
     try:
-        weights_fingerprint = fingerprint(directory, files, "openvino", report)
+        hashed = fingerprint(directory, files, "openvino", report)
         report("load", 0.0)
-        served = _compiled(config, declared, weights_fingerprint, files[0], dtype)
+        served = _loaded(config, declared, hashed, directory, dtype)
         if demands.kv_budget is not None:
             refuse_hopeless_budget(served.layout.families, demands)
         report("load", 1.0)
-        _self_check(config, served, files[0], dtype, report)
+        _check(config, served, directory, report)
     except GraphUnsupported as refusal:
         raise ModelUnsupported(name, f"it {refusal}") from refusal
     except Disagreement as found:
@@ -135,27 +133,25 @@ def load_model(
     return OpenVinoRuntime(served)
 
 
-def _compiled(
-    config: ModelConfig, declared: _Declared, weights: str, file: Path, dtype: str
+def _loaded(
+    config: ModelConfig, declared: _Declared, hashed: str, directory: Path, dtype: str
 ) -> OpenVinoExecution:
-    model = read_graph(_core(), file)
-    parameters = count_weights(model)
-    widths = make_paged(model)
-    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
-    layout = layout_of(compiled, widths)
+    weights = count_weights(read_graph(_core(), directory / OPENVINO_GRAPH))
+    compiled, layout = _paged(config, directory, dtype)
     description = ModelDescription(
         name=config.served_name or public_name(config.model),
         architecture=declared.architecture,
         vocab_size=layout.vocab_size,
         context_limit=declared.context_limit,
         families=layout.families,
-        weights_fingerprint=weights,
+        weights_fingerprint=hashed,
         dtype=dtype,
         kv_dtype="+".join(sorted({dtype_name(port.type) for ports in layout.ports for port in ports})),
         device="cpu",
-        parameters=parameters,
+        parameters=weights.total(),
         rope_regime=declared.rope_regime,
         eos_token_ids=declared.eos_token_ids,
+        quantize=_QUANTIZED.get(weights.most_common(1)[0][0], "none") if weights else "none",
         layout=_layout_name(layout),
         runtime="openvino",
         block_size=PAGE_TOKENS,
@@ -163,22 +159,31 @@ def _compiled(
     return OpenVinoExecution(compiled, layout, description)
 
 
-def _self_check(
-    config: ModelConfig, served: OpenVinoExecution, file: Path, dtype: str, report: Progress
-) -> None:
+def exported_model(config: ModelConfig, directory: Path, dtype: str) -> ExportedModel:
+    """Compiles the exported graph, with its own cache. Raises GraphUnsupported."""
+    model = read_graph(_core(), directory / OPENVINO_GRAPH)
+    width = shake_embeddings(model)
+    compiled = _core().compile_model(model, "CPU", _settings(replace(config, kv_dtype="auto"), dtype))
+    return ExportedModel(compiled, width, dtype)
+
+
+def _check(config: ModelConfig, served: OpenVinoExecution, directory: Path, report: Progress) -> None:
     """Compares the paged graph with the exported one. K and V are not quantized for it, because the loss of rounding
     is the user's choice and no error. Raises Disagreement or GraphUnsupported."""
-    settings = _settings(config, dtype) | {"KV_CACHE_PRECISION": _TYPES[dtype]}
-    exported = read_graph(_core(), file)
-    width = shake_embeddings(exported)
-    own = ExportedModel(_core().compile_model(exported, "CPU", settings), width, dtype)
-    checked = served
+    described = served.description
+    own = exported_model(config, directory, described.dtype)
     if config.kv_dtype == "int8":
-        paged = read_graph(_core(), file)
-        widths = make_paged(paged)
-        compiled = _core().compile_model(paged, "CPU", settings)
-        checked = OpenVinoExecution(compiled, layout_of(compiled, widths), served.description)
-    check(own, served.description, lambda: OpenVinoRuntime(checked), lambda done: report("check", done))
+        compiled, layout = _paged(replace(config, kv_dtype="auto"), directory, described.dtype)
+        served = OpenVinoExecution(compiled, layout, described)
+    check(own, described, lambda: OpenVinoRuntime(served), lambda done: report("check", done))
+
+
+def _paged(config: ModelConfig, directory: Path, dtype: str) -> tuple[ov.CompiledModel, GraphLayout]:
+    """Compiles the graph over pools. Raises GraphUnsupported."""
+    model = read_graph(_core(), directory / OPENVINO_GRAPH)
+    widths = make_paged(_core(), model)
+    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
+    return compiled, layout_of(compiled, widths)
 
 
 def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -238,7 +243,9 @@ def _declared(model: str, directory: Path) -> _Declared:
     except ValueError as error:
         raise ModelFileInvalid(model, CONFIG, str(error)) from error
     architectures = config.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    named = (
+        architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    )
     return _Declared(str(named)[:100], limit, regime, eos_token_ids(generation, text, config))
 
 
@@ -258,7 +265,6 @@ def _refuse_options(config: ModelConfig, demands: Demands) -> None:
         ("--attention", config.attention, "auto", "its attention is OpenVINO's"),
         ("--state-dtype", config.state_dtype, "auto", "it keeps states as the graph computes them"),
         ("--quantize", config.quantize, "none", "weights are quantized at the export (--weight-format int8 or int4)"),
-        
     )  # fmt: skip
     for name, found, without, reason in refused:
         if found != without:
@@ -268,7 +274,9 @@ def _refuse_options(config: ModelConfig, demands: Demands) -> None:
         raise InvalidOption("--dtype", config.dtype, "auto, float32 or bfloat16 with the OpenVINO runtime")
     if config.adapters:
         raise InvalidOption(
-            "--adapter", config.adapters[0].name, "omitted with the OpenVINO runtime: its graphs take no adapters"
+            "--adapter",
+            config.adapters[0].name,
+            "omitted with the OpenVINO runtime: its graphs take no adapters",
         )
 
 

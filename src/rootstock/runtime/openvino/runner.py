@@ -113,7 +113,9 @@ class OpenVinoRuntime:
             "input_ids": np.concatenate([segment.tokens for segment in segments]).astype(np.int64),
             "past_lens": past,
             "subsequence_begins": ends.astype(np.int32),
-            "max_context_len": np.array(max(s.past + n for s, n in zip(segments, new, strict=True)), np.int32),
+            "max_context_len": np.array(
+                max(s.past + n for s, n in zip(segments, new, strict=True)), np.int32
+            ),
             KEPT_ROWS: rows if len(rows) else np.zeros(1, np.int32),  # a product of no rows is not defined
         }
         if axes := self._layout.position_axes:
@@ -146,5 +148,3 @@ class OpenVinoRuntime:
 
 def _begins(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.cumsum([0, *map(len, tables)]).astype(np.int32)
-
-

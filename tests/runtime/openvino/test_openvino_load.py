@@ -1,0 +1,217 @@
+"""Loads of exported graphs: options, dtypes, damaged and foreign files, and the choice of the runtime."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asking import greedy
+from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.engine.build import assemble
+from rootstock.engine.request import Event, Finished, TokenEvent
+from rootstock.errors import (
+    AdapterUnusable,
+    BudgetTooSmall,
+    InvalidOption,
+    ModelError,
+    ModelUnsupported,
+    ModelWeightsMissing,
+    SelfCheckFailed,
+)
+from rootstock.runtime import select
+from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.openvino import load
+from rootstock.runtime.select import choose_runtime
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+
+Unpack = Callable[[str], Path]
+
+
+@pytest.fixture
+def copied(exported: Unpack, tmp_path: Path) -> Path:
+    """An export that a test may damage."""
+    return shutil.copytree(exported("llama"), tmp_path / "llama")
+
+
+def config(directory: Path, **options: Any) -> ModelConfig:
+    return ModelConfig(str(directory), **{"runtime": "openvino", "dtype": "float32"} | options)
+
+
+@pytest.mark.parametrize(("kv_dtype", "stored"), [("auto", "float32"), ("int8", "uint8")])
+def test_the_description_comes_from_the_graph_and_its_configuration(
+    exported: Unpack, kv_dtype: str, stored: str
+) -> None:
+    described = load.load_model(config(exported("llama"), kv_dtype=kv_dtype)).description
+    assert described.architecture == "LlamaForCausalLM"
+    assert (described.vocab_size, described.context_limit, described.eos_token_ids) == (96, 256, (2,))
+    assert (described.runtime, described.block_size, described.memory) == ("openvino", 32, "host")
+    assert (described.dtype, described.kv_dtype) == ("float32", stored)
+    assert 15_000 < described.parameters < 25_000
+
+
+def test_bfloat16_passes_its_self_check(exported: Unpack) -> None:
+    described = load.load_model(config(exported("llama"), dtype="bfloat16")).description
+    assert described.kv_dtype == "bfloat16"
+
+
+def test_namespaces_differ_by_dtype_and_by_the_pools_layout(exported: Unpack) -> None:
+    options: list[dict[str, str]] = [{}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}]
+    spaces = {load.load_model(config(exported("llama"), **one)).description.namespace() for one in options}
+    assert len(spaces) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("--device", {"device": "cuda"}),
+        ("--dtype", {"dtype": "float16"}),
+        ("--quantize", {"quantize": "int4"}),
+        ("--attention", {"attention": "torch"}),
+        ("--state-dtype", {"state_dtype": "bfloat16"}),
+        ("--cuda-graphs", {"cuda_graphs": True}),
+        ("--trust-remote-code", {"trust_remote_code": True}),
+        ("--adapter", {"adapters": (AdapterConfig("a", Path("b")),)}),
+    ],
+)
+def test_options_of_other_runtimes_are_refused(
+    exported: Unpack, option: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidOption) as refused:
+        load.load_model(config(exported("llama"), **options))
+    assert refused.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("error", "demands"),
+    [
+        (InvalidOption, Demands(block_size=16)),
+        (InvalidOption, Demands(context_limit=257)),
+        (BudgetTooSmall, Demands(kv_budget=1000)),
+    ],
+)
+def test_demands_that_cannot_be_met_are_refused(
+    exported: Unpack, error: type[Exception], demands: Demands
+) -> None:
+    with pytest.raises(error):
+        load.load_model(config(exported("llama")), demands=demands)
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / "openvino_model.bin").unlink()
+
+
+def _with_half_of_its_weights(folder: Path) -> None:
+    weights = folder / "openvino_model.bin"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def _with_half_of_its_graph(folder: Path) -> None:
+    graph = folder / "openvino_model.xml"
+    graph.write_text(graph.read_text()[: graph.stat().st_size // 2])
+
+
+def _with_no_graph_inside(folder: Path) -> None:
+    (folder / "openvino_model.xml").write_text("<net></net>")
+
+
+def _with_embeddings_as_input(folder: Path) -> None:
+    graph = folder / "openvino_model.xml"
+    graph.write_text(graph.read_text().replace("beam_idx", "inputs_embeds"))
+
+
+def _with_a_second_input(folder: Path) -> None:
+    graph = folder / "openvino_model.xml"
+    graph.write_text(graph.read_text().replace("position_ids", "token_type_ids"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        (_without_weights, ModelWeightsMissing, "there is no openvino_model.bin"),
+        (_with_half_of_its_weights, ModelError, "OpenVINO"),
+        (_with_half_of_its_graph, ModelUnsupported, "OpenVINO refuses its graph"),
+        (_with_no_graph_inside, ModelUnsupported, "OpenVINO|graph"),
+        (_with_embeddings_as_input, ModelUnsupported, "text-generation-with-past"),
+        (_with_a_second_input, ModelUnsupported, "token_type_ids"),
+    ],
+)
+def test_files_that_are_no_whole_graph_are_refused(
+    copied: Path, damage: Callable[[Path], None], error: type[ModelError], said: str
+) -> None:
+    damage(copied)
+    with pytest.raises(error, match=said):
+        load.load_model(config(copied))
+
+
+def test_a_paged_graph_that_computes_something_else_is_refused(
+    exported: Unpack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the runtime reads blocks of another sequence."""
+    monkeypatch.setattr(
+        "rootstock.runtime.openvino.runner.OpenVinoRuntime._table_of",
+        lambda self, segment, family: segment.tables[family][::-1].astype(np.int32),
+    )
+    with pytest.raises(SelfCheckFailed):
+        load.load_model(config(exported("llama")))
+
+
+def test_adapters_are_refused(exported: Unpack) -> None:
+    class Source:
+        name = "mine"
+
+    with pytest.raises(AdapterUnusable, match="merge it into the model"):
+        load.load_model(config(exported("llama"))).load_adapter(Source())  # type: ignore[arg-type]
+
+
+def test_auto_takes_the_runtime_for_a_directory_with_a_graph(
+    exported: Unpack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = str(exported("llama"))
+    assert choose_runtime("auto", model=directory).runtime == "openvino"
+    assert choose_runtime("torch", model=directory).runtime == "torch"
+    assert choose_runtime("auto", model=str(tmp_path)).runtime != "openvino"
+    monkeypatch.setattr(select, "is_installed", lambda runtime: runtime != "openvino")
+    assert choose_runtime("auto", model=directory).runtime != "openvino"
+    with pytest.raises(InvalidOption, match=r"rootstock\[openvino\]"):
+        choose_runtime("openvino", model=directory)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next"])
+def test_an_engine_answers_as_without_a_cache_and_restores_from_disk(
+    exported: Unpack, tmp_path: Path, architecture: str
+) -> None:
+    random = np.random.default_rng(0)
+    system = random.integers(3, 96, 70)
+    prompts = [np.concatenate((system, random.integers(3, 96, 30))).astype(np.int32) for _ in range(3)]
+    tier = TierConfig(disk_dir=tmp_path)
+    cold, _ = _answers(exported(architecture), prompts, CacheConfig(enabled=False), TierConfig())
+    first, found = _answers(exported(architecture), prompts, CacheConfig(), tier)
+    again, restored = _answers(exported(architecture), prompts, CacheConfig(), tier)
+    assert first == again == cold
+    assert found > 0
+    assert restored > found
+
+
+def _answers(
+    directory: Path, prompts: list[Any], cache: CacheConfig, tier: TierConfig
+) -> tuple[list[list[int]], int]:
+    """Returns the answers of an engine to prompts one after the other, and how many tokens it found."""
+    options = EngineConfig(idle_work=False, memory_limit_bytes=0)
+    cache = CacheConfig(enabled=cache.enabled, budget_bytes=1 << 24)
+    made = assemble(load.load_model(config(directory)), ByteTokenizer(), cache, options, tier)
+    answers, found = [], 0
+    for prompt in prompts:
+        events: list[Event] = []
+        made.engine.submit(greedy(prompt, 12), events.append)
+        while made.engine.step():
+            pass
+        assert isinstance(events[-1], Finished), events[-1]
+        answers.append([event.token for event in events if isinstance(event, TokenEvent)])
+        found += events[-1].usage.cached_tokens
+    made.engine.stop()
+    return answers, found
