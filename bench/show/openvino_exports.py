@@ -1,8 +1,8 @@
-"""Exports small models of many architectures to OpenVINO's graphs, with logits of transformers in float32 beside them.
+"""Exports small models of many architectures to OpenVINO's graphs, with logits of transformers in float32.
 
 For an interpreter that has optimum-intel, whose versions of transformers differ from Rootstock's: `PYTHON
 openvino_exports.py FOLDER [ARCHITECTURE …]`. Each architecture gets a folder; one that these versions do not export
-is named with the reason. Weights are random, and four times as large as usual, so that each layer shows in the logits.
+is named with the reason. Weights are random, and four times as large as usual: each layer shows in the logits.
 """
 
 from __future__ import annotations
