@@ -167,7 +167,7 @@ def _give_windows_tables(model: ov.Model, attentions: Mapping[str, Any], widths:
 def _give_positions(model: ov.Model) -> None:
     """Gives a graph the positions that it counts itself, from the length of its cache to the end of its input.
 
-    In a paged graph that is one position. An export whose code makes positions has such ranges, of shape [tokens]. The
+    In a paged graph that is one position. An export whose code makes positions has such ranges of shape [tokens]. The
     cosines of their one sequence, [1, tokens, width], become [tokens, 1, width], as all else in the graph.
     """
     given = next((port for port in model.inputs if _name_of(port) == "position_ids"), None)
