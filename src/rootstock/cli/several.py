@@ -23,7 +23,7 @@ from rootstock.runtime.adapter_files import stored_bytes
 from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
-from rootstock.runtime.model_files import locate, weight_files
+from rootstock.runtime.model_files import locate, stored_files
 from rootstock.runtime.select import device_memory, leave_out_torch, load_embedder
 from rootstock.units import in_units
 
@@ -54,7 +54,7 @@ def shared_budget(models: Sequence[ServedModelConfig], config: Configuration, re
 def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
     directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
     total = 0
-    for file in weight_files(one.model.model, directory):
+    for file in stored_files(one.model.model, directory):
         with suppress(OSError):
             total += (directory / file).stat().st_size
     return total + sum(stored_bytes(adapter.path) for adapter in one.model.adapters)

@@ -22,7 +22,7 @@ from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
-from rootstock.runtime.model_files import check_configs, locate, weight_files
+from rootstock.runtime.model_files import check_configs, locate, stored_files
 from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
 from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
@@ -192,7 +192,7 @@ def check_files(model: str, directory: Path) -> None:
         reason = "it makes embeddings and no text: 'rootstock serve' answers /v1/embeddings with it"
         raise ModelUnsupported(model, reason)
     check_configs(model, directory)
-    weight_files(model, directory)
+    stored_files(model, directory)
 
 
 def _memory_limit(model: ModelConfig, engine: EngineConfig | None) -> int | None:

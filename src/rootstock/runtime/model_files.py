@@ -22,7 +22,14 @@ from rootstock.errors import (
     ModelWeightsMissing,
     shown,
 )
-from rootstock.runtime.model_formats import foreign_format, names_below, names_in, remedy_without_config
+from rootstock.runtime.model_formats import (
+    OPENVINO_GRAPH,
+    OPENVINO_WEIGHTS,
+    foreign_format,
+    names_below,
+    names_in,
+    remedy_without_config,
+)
 from rootstock.units import in_units
 
 Progress = Callable[[str, float], None]
@@ -149,7 +156,11 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
             snapshot_download(model, allow_patterns=[*patterns, *weights])
         if not has_config or not all((directory / name).is_file() for name in weights):
             names = names_in(directory)
-            _refuse_format(model, [*names, *names_below(directory, names), *_names_on_hub(model)], directory)
+            on_hub = _names_on_hub(model)
+            if has_config and OPENVINO_GRAPH in (*names, *on_hub):
+                snapshot_download(model, allow_patterns=[*patterns, OPENVINO_GRAPH, OPENVINO_WEIGHTS])
+            else:
+                _refuse_format(model, [*names, *names_below(directory, names), *on_hub], directory)
         if not has_config:
             raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
     except LocalEntryNotFoundError as error:
@@ -252,6 +263,24 @@ def _check_eos(model: str, file: str, found: object) -> None:
 
 
 # ---- weights
+
+
+def stored_files(model: str, directory: Path) -> list[Path]:
+    """Returns the files of a model's weights: OpenVINO's graph and its weights if there is a graph, and otherwise
+    safetensors. Raises ModelWeightsMissing, ModelFileInvalid or ModelUnsupported."""
+    if (directory / OPENVINO_GRAPH).is_file():
+        return graph_files(model, directory)
+    return weight_files(model, directory)
+
+
+def graph_files(model: str, directory: Path) -> list[Path]:
+    """Returns OpenVINO's graph of a model and its weights. Raises ModelWeightsMissing."""
+    for name in (OPENVINO_GRAPH, OPENVINO_WEIGHTS):
+        if not (directory / name).is_file():
+            raise ModelWeightsMissing(
+                model, f"there is no {name}: optimum-cli export openvino writes the graph of a model"
+            )
+    return [directory / OPENVINO_GRAPH, directory / OPENVINO_WEIGHTS]
 
 
 def weight_files(model: str, directory: Path) -> list[Path]:

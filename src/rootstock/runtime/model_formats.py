@@ -20,7 +20,7 @@ from rootstock.errors import shown
 _MOST_NAMES = 20_000  # that are read of a directory; with thousands of shards there are some thousands
 _MOST_FOLDERS = 100
 _MOST_LISTED = 3
-OPENVINO_GRAPH = "openvino_model.xml"  # beside it are its weights, the tokenizer and config.json
+OPENVINO_GRAPH, OPENVINO_WEIGHTS = "openvino_model.xml", "openvino_model.bin"
 
 _SMALL = "in safetensors; with --quantize int8 or int4 it is small as well (on CPUs and Macs)"
 _ORIGINAL = f"serve the model from which it was made, {_SMALL}"

@@ -36,6 +36,7 @@ from rootstock.runtime.model_files import (
     Progress,
     check_configs,
     fingerprint,
+    graph_files,
     in_one_line,
     locate,
     public_name,
@@ -86,7 +87,7 @@ def check_architecture(config: ModelConfig, directory: Path) -> None:
     """Checks that there are a graph, its weights and its configuration. Raises ModelFileInvalid or
     ModelWeightsMissing."""
     _declared(config.model, directory)
-    _graph_files(config.model, directory)
+    graph_files(config.model, directory)
 
 
 def load_model(
@@ -105,7 +106,7 @@ def load_model(
     _refuse_options(config, demands)
     name = config.model
     directory = directory or locate(name, with_code=False, progress=report)
-    declared, files = _declared(name, directory), _graph_files(name, directory)
+    declared, files = _declared(name, directory), graph_files(name, directory)
     refuse_longer_context(demands.context_limit, declared.context_limit)
     dtype = config.dtype if config.dtype != "auto" else _native_dtype()
     if config.memory_check:
@@ -216,17 +217,6 @@ def _layout_name(layout: GraphLayout) -> str:
 
 
 # ---- files
-
-
-def _graph_files(model: str, directory: Path) -> list[Path]:
-    """Returns the graph and its weights. Raises ModelWeightsMissing."""
-    files = [directory / OPENVINO_GRAPH, (directory / OPENVINO_GRAPH).with_suffix(".bin")]
-    for file in files:
-        if not file.is_file():
-            raise ModelWeightsMissing(
-                model, f"there is no {file.name}: optimum-cli export openvino writes the graph of a model"
-            )
-    return files
 
 
 def _declared(model: str, directory: Path) -> _Declared:
