@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, at_least, conclude
+from common import Bar, argument_parser, at_least, conclude
 from d4_agents_http import Outcome, Side, as_gguf, compare, of_peer, of_rootstock
 from llamas import say, write_chatting, write_chatting_llama
 from neighbours import Neighbours
@@ -102,7 +102,7 @@ def main() -> None:
     workload = make_workload("agents", 0, sizes)
     longest = PREFIX_TOKENS + given.turns * (NEW_TOKENS[1] + ANSWER_TOKENS + 16) + 64
     figures: dict[str, Any] = {"threads": threads, "agents": given.agents, "turns": given.turns}
-    bars = {}
+    bars: dict[str, Bar] = {}
     neighbours = Neighbours()
     for model in given.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +148,8 @@ def main() -> None:
         for peer in peers:
             if (model, peer) in BARS:
                 bars[f"{model}_times_faster_than_{peer}"] = at_least(BARS[model, peer])
+    figures["ratios"] = sum("_times_faster_than_" in name for name in figures)
+    bars["ratios"] = at_least(1)
     figures["others_share"] = neighbours.share()
     conclude(SHOW, figures, bars)
 
