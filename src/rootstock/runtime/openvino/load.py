@@ -254,7 +254,7 @@ def _refuse_options(config: ModelConfig, demands: Demands) -> None:
         ("--cuda-graphs", bool(config.cuda_graphs), False, "it computes on CPUs"),
         ("--attention", config.attention, "auto", "its attention is OpenVINO's"),
         ("--state-dtype", config.state_dtype, "auto", "it keeps states as the graph computes them"),
-        ("--quantize", config.quantize, "none", "weights are quantized at the export (--weight-format int8 or int4)"),
+        ("--quantize", config.quantize, "none", "weights are quantized at the export, to int8 or int4"),
     )  # fmt: skip
     for name, found, without, reason in refused:
         if found != without:
