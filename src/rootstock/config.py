@@ -406,7 +406,7 @@ class ModelConfig:
         None,
         "threads",
         MODEL,
-        "CPU threads of a forward, of the torch runtime.",
+        "CPU threads of a forward, of the torch and the OpenVINO runtime.",
         WHOLE,
         least=1,
         most=MAX_THREADS,
@@ -480,7 +480,7 @@ class ModelConfig:
         unset="none",
         vllm="lora-modules",
     )
-    # auto: MLX on Apple Silicon, torch elsewhere.
+    # auto: OpenVINO for its graphs, MLX on Apple Silicon, torch elsewhere.
     runtime: str = option(
         "auto",
         "runtime",

@@ -130,7 +130,7 @@ def _runtime(asked: str) -> Iterator[Finding]:
     yield Finding(name, f"{chosen.runtime}: {chosen.reason}", remedy)
     if chosen.runtime == "mlx":
         yield from _mlx_device()
-    else:
+    elif chosen.runtime == "torch":
         yield from _torch_device()
         yield from _torch_kernels()
 

@@ -12,6 +12,15 @@ from rootstock.errors import shown
 
 _UNLIMITED = 1 << 20  # positions, for a model that declares no limit (ALiBi, recurrent models)
 
+# Fields of config.json with the number of positions; transformers' own objects have the first one.
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+
 # Types of RoPE that transformers computes from the longest sequence of a forward.
 CHANGING_ROPE = ("dynamic", "longrope")
 

@@ -61,7 +61,12 @@ def choose_runtime(asked: str, device: str = "auto", model: str = "") -> Runtime
                 "--runtime", asked, f"a runtime that is installed: pip install 'rootstock[{asked}]'"
             )
         return RuntimeChoice(name, f"--runtime is {asked}")
-    if model and (Path(model).expanduser() / OPENVINO_GRAPH).is_file() and is_installed("openvino"):
+    if (
+        device not in _DEVICES_OF_TORCH
+        and model
+        and (Path(model).expanduser() / OPENVINO_GRAPH).is_file()
+        and is_installed("openvino")
+    ):
         return RuntimeChoice("openvino", f"the directory has a graph of OpenVINO ({OPENVINO_GRAPH})")
     has_mlx, has_torch = is_installed("mlx"), is_installed("torch")
     if not (has_mlx or has_torch):

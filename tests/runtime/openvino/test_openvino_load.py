@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_the_description_comes_from_the_graph_and_its_configuration(
     assert (described.runtime, described.block_size, described.memory) == ("openvino", 32, "host")
     assert (described.dtype, described.kv_dtype) == ("float32", stored)
     assert 15_000 < described.parameters < 25_000
+
+
+def test_the_context_limit_is_found_under_other_names(copied: Path) -> None:
+    """GPT-2 calls it n_positions. Without it a prompt would reach positions that the graph's table does not have."""
+    file = copied / "config.json"
+    fields = json.loads(file.read_text())
+    fields["n_positions"] = fields.pop("max_position_embeddings") // 2
+    file.write_text(json.dumps(fields))
+    assert load.load_model(config(copied)).description.context_limit == 128
 
 
 def test_bfloat16_passes_its_self_check(exported: Unpack) -> None:
@@ -119,6 +129,11 @@ def _with_no_graph_inside(folder: Path) -> None:
     (folder / "openvino_model.xml").write_text("<net></net>")
 
 
+def _with_an_input_named_as_a_pool(folder: Path) -> None:
+    graph = folder / "openvino_model.xml"
+    graph.write_text(graph.read_text().replace('name="position_ids" type', 'name="key_cache.99" type'))
+
+
 def _with_embeddings_as_input(folder: Path) -> None:
     graph = folder / "openvino_model.xml"
     graph.write_text(graph.read_text().replace("beam_idx", "inputs_embeds"))
@@ -137,6 +152,7 @@ def _with_a_second_input(folder: Path) -> None:
         (_with_half_of_its_graph, ModelUnsupported, "OpenVINO refuses its graph"),
         (_with_no_graph_inside, ModelUnsupported, "OpenVINO|graph"),
         (_with_embeddings_as_input, ModelUnsupported, "text-generation-with-past"),
+        (_with_an_input_named_as_a_pool, ModelUnsupported, "key_cache.99"),
         (_with_a_second_input, ModelUnsupported, "token_type_ids"),
     ],
 )
@@ -173,6 +189,7 @@ def test_auto_takes_the_runtime_for_a_directory_with_a_graph(
 ) -> None:
     directory = str(exported("llama"))
     assert choose_runtime("auto", model=directory).runtime == "openvino"
+    assert choose_runtime("auto", "cuda", directory).runtime != "openvino"
     assert choose_runtime("torch", model=directory).runtime == "torch"
     assert choose_runtime("auto", model=str(tmp_path)).runtime != "openvino"
     monkeypatch.setattr(select, "is_installed", lambda runtime: runtime != "openvino")

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes as classes_of
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, shown
-from rootstock.runtime.model_config import context_limit, eos_token_ids
+from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -35,13 +35,6 @@ _OF_LAYERS = re.compile("layer|block|pattern|idxs|indices")  # names of fields w
 
 # mlx-lm's RoPE that depends on the length. Its other types have fixed frequencies, also longrope.
 _CHANGING_ROPE = ("dynamic",)
-_CONTEXT_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-)
 
 # (bits, group sizes) of MLX's quantization, by mode.
 _QUANTIZATIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -88,7 +81,7 @@ def read_checkpoint(model: str, directory: Path) -> MlxCheckpoint:
         generation = read_json(model, directory, GENERATION_CONFIG)
     try:
         limit, regime = context_limit(
-            {**text, _CONTEXT_NAMES[0]: _declared_limit(text, arguments)}, _CHANGING_ROPE
+            {**text, CONTEXT_NAMES[0]: _declared_limit(text, arguments)}, _CHANGING_ROPE
         )
     except ValueError as error:
         raise ModelFileInvalid(model, CONFIG, str(error)) from error
@@ -155,7 +148,7 @@ def _declared_limit(text: Mapping[str, Any], arguments: Any) -> Any:
     inner = getattr(arguments, "text_config", None) or arguments
     defaults = inner if isinstance(inner, Mapping) else getattr(inner, "__dict__", {})
     for source in (text, defaults):
-        for name in _CONTEXT_NAMES:
+        for name in CONTEXT_NAMES:
             if source.get(name) is not None:
                 return source[name]
     return None

@@ -83,7 +83,7 @@ def table_name(family: int) -> str:
 def read_graph(core: ov.Core, file: Path) -> ov.Model:
     """Reads an exported graph. Raises GraphUnsupported for one that does not take tokens and keep its own cache."""
     model = core.read_model(file)
-    names = {name for port in model.inputs for name in port.get_names()}
+    names = {name for port in model.inputs for name in (*port.get_names(), _name_of(port))}
     if "input_ids" not in names or "beam_idx" not in names:
         raise GraphUnsupported(
             "is a graph without input_ids and beam_idx: export it with the task text-generation-with-past"

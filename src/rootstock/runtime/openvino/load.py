@@ -29,7 +29,7 @@ from rootstock.runtime.memory_fit import (
     refuse_hopeless_budget,
     refuse_longer_context,
 )
-from rootstock.runtime.model_config import context_limit, eos_token_ids
+from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -129,7 +129,12 @@ def load_model(
         raise SelfCheckFailed(name, found.figure, found.allowed, found.quantity) from found
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
-    except RuntimeError as error:  # OpenVINO's only exception
+    except (
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+    ) as error:  # of OpenVINO, or of a graph's odd parts
         raise ModelUnsupported(name, f"OpenVINO refuses its graph: {in_one_line(error)}") from error
     return OpenVinoRuntime(served)
 
@@ -196,6 +201,7 @@ def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,  # replicas of one machine would share the first processors
     }
     if dtype == "float32":
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # activations stay exact beside compressed weights
@@ -229,7 +235,8 @@ def _declared(model: str, directory: Path) -> _Declared:
     if (directory / GENERATION_CONFIG).exists():
         generation = read_json(model, directory, GENERATION_CONFIG)
     try:
-        limit, regime = context_limit(text)
+        declared = next((text[name] for name in CONTEXT_NAMES if text.get(name) is not None), None)
+        limit, regime = context_limit({**text, CONTEXT_NAMES[0]: declared})
     except ValueError as error:
         raise ModelFileInvalid(model, CONFIG, str(error)) from error
     architectures = config.get("architectures")

@@ -59,6 +59,7 @@ class GraphPools:
         for copy in plan.copies:
             for memory in self.memories[copy.family]:
                 memory.part(copy.target, copy.tokens)[...] = memory.part(copy.source, copy.tokens)
+        assert self._state_family >= 0 or not plan.states, "the model has no recurrent states"
         for state in plan.states:
             for memory in self.memories[self._state_family]:
                 memory.rows[state.target] = memory.rows[state.source]

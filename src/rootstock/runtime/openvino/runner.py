@@ -97,7 +97,7 @@ class OpenVinoRuntime:
         self._inputs = self._inputs_of(segments)
         for name, array in self._inputs.items():
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
-        self._request.infer()
+        self._request.infer(share_outputs=True)  # they are copied below
         count = sum(segment.logits_to_keep for segment in segments)
         computed = self._request.get_output_tensor(0).data
         logits: Logits = computed.reshape(-1, self._layout.vocab_size)[:count].astype(np.float32)  # a copy
