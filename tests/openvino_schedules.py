@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ class Schedules:
     deviations."""
 
     folder: Path
+    kv_dtype: str = "auto"
     runtime: OpenVinoRuntime = field(init=False)
     largest: float = 0.0
     rows: int = 0  # that were compared
@@ -52,7 +53,7 @@ class Schedules:
 
     def __post_init__(self) -> None:
         config = ModelConfig(str(self.folder), runtime="openvino", dtype="float32")
-        self.runtime = load_model(config)
+        self.runtime = load_model(replace(config, kv_dtype=self.kv_dtype))
         self._own = exported_model(config, self.folder, "float32")
         families = self.runtime.description.families
         rows = [_SEQUENCES + 2 if isinstance(each, RecurrentState) else _BLOCKS for each in families]

@@ -48,3 +48,17 @@ def test_a_forward_does_not_depend_on_its_company(schedules: Schedules) -> None:
     alone, batched, chunked = schedules.three_ways()
     assert np.array_equal(alone, batched)
     assert np.abs(alone - chunked).max() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2"])
+def test_schedules_with_k_and_v_in_8_bits_stay_near_the_exact_ones(
+    exported: Callable[[str], Path], architecture: str
+) -> None:
+    """Of models without experts, which a rounding may exchange."""
+    schedules = Schedules(exported(architecture), "int8")
+    for seed in range(4):
+        schedules.run(seed)
+    assert schedules.rows > 200
+    assert 1e-4 < schedules.largest < 0.1
+    alone, batched, _ = schedules.three_ways()
+    assert np.array_equal(alone, batched)

@@ -110,7 +110,9 @@ def load_model(
     refuse_longer_context(demands.context_limit, declared.context_limit)
     dtype = config.dtype if config.dtype != "auto" else _native_dtype()
     if config.memory_check:
-        weights = files[1].stat().st_size  # packed once more by the compiler; the file's pages can be dropped
+        weights = (
+            2 * files[1].stat().st_size
+        )  # of the paged and the exported graph, at least, while they are compared
         refuse_beyond(
             name, weights, dtype, "--kv-budget", demands.pool_bytes, free_host_bytes(), "main memory"
         )
@@ -118,11 +120,18 @@ def load_model(
     try:
         hashed = fingerprint(directory, files, "openvino", report)
         report("load", 0.0)
-        served = _loaded(config, declared, hashed, directory, dtype)
+        exact = replace(config, kv_dtype="auto")
+        served = _loaded(exact, declared, hashed, directory, dtype)
+        report("load", 1.0)
+        # With exact K and V, because the loss of rounding is the user's choice and no error.
+        own = exported_model(exact, directory, dtype)
+        check(own, served.description, lambda: OpenVinoRuntime(served), lambda done: report("check", done))
+        del own
+        if config.kv_dtype == "int8":
+            del served  # two graphs at most take memory at a time
+            served = _loaded(config, declared, hashed, directory, dtype)
         if demands.kv_budget is not None:
             refuse_hopeless_budget(served.layout.families, demands)
-        report("load", 1.0)
-        _check(config, served, directory, report)
     except GraphUnsupported as refusal:
         raise ModelUnsupported(name, f"it {refusal}") from refusal
     except Disagreement as found:
@@ -169,19 +178,8 @@ def exported_model(config: ModelConfig, directory: Path, dtype: str) -> Exported
     """Compiles the exported graph, with its own cache. Raises GraphUnsupported."""
     model = read_graph(_core(), directory / OPENVINO_GRAPH)
     width = shake_embeddings(model)
-    compiled = _core().compile_model(model, "CPU", _settings(replace(config, kv_dtype="auto"), dtype))
+    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
     return ExportedModel(compiled, width, dtype)
-
-
-def _check(config: ModelConfig, served: OpenVinoExecution, directory: Path, report: Progress) -> None:
-    """Compares the paged graph with the exported one. K and V are not quantized for it, because the loss of rounding
-    is the user's choice and no error. Raises Disagreement or GraphUnsupported."""
-    described = served.description
-    own = exported_model(config, directory, described.dtype)
-    if config.kv_dtype == "int8":
-        compiled, layout = _paged(replace(config, kv_dtype="auto"), directory, described.dtype)
-        served = OpenVinoExecution(compiled, layout, described)
-    check(own, described, lambda: OpenVinoRuntime(served), lambda done: report("check", done))
 
 
 def _paged(config: ModelConfig, directory: Path, dtype: str) -> tuple[ov.CompiledModel, GraphLayout]:
