@@ -28,7 +28,7 @@ from openvino_exports import REFERENCE
 SHOW = "M4"
 TOLERANCE = 1e-3  # standard deviations of the logits
 _EXPORTS = Path(__file__).with_name("openvino_exports.py")
-# What an architecture has, so that the bar is about kinds and not about twelve twins.
+# Kinds of architectures, each with a bar: twelve of one kind would show little.
 _KINDS = {
     "windows": ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3"),
     "mixtures": ("gpt_oss", "granitemoe", "mixtral", "qwen3_moe", "qwen3_next"),

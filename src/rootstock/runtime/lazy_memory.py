@@ -13,13 +13,13 @@ from rootstock.cache.types import BlockIds
 from rootstock.errors import MemoryLacks
 from rootstock.units import in_units
 
-CAN_GIVE_BACK = hasattr(mmap, "MADV_DONTNEED")  # false on Windows
+_CAN_GIVE_BACK = hasattr(mmap, "MADV_DONTNEED")  # false on Windows
 
 
 class LazyMemory:
     """Zeros in main memory. Raises MemoryLacks if the system cannot reserve that much.
 
-    bytes    uint8 [all], aligned to pages; owned by this object
+    bytes    uint8 [all]; owned by this object
     """
 
     __slots__ = ("_mapping", "bytes")
@@ -27,7 +27,7 @@ class LazyMemory:
     def __init__(self, wanted: int) -> None:
         self._mapping: mmap.mmap | None = None
         try:
-            if wanted and CAN_GIVE_BACK:
+            if wanted and _CAN_GIVE_BACK:
                 self._mapping = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self.bytes: HostBytes = np.frombuffer(self._mapping, np.uint8)
             else:

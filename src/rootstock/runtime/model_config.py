@@ -25,6 +25,12 @@ CONTEXT_NAMES = (
 CHANGING_ROPE = ("dynamic", "longrope")
 
 
+def declared_positions(*sources: Mapping[str, Any]) -> Any:
+    """Returns the number of positions that the first source has under any name; None: none has one."""
+    found = (source.get(name) for source in sources for name in CONTEXT_NAMES)
+    return next((value for value in found if value is not None), None)
+
+
 def context_limit(config: Any, changing: Collection[str] = CHANGING_ROPE) -> tuple[int, str]:
     """Returns (positions that the model can serve, RoPE regime or ""). Raises ValueError for an invalid limit.
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes as classes_of
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, shown
-from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, eos_token_ids
+from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, declared_positions, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -147,11 +147,7 @@ def _declared_limit(text: Mapping[str, Any], arguments: Any) -> Any:
     """Returns the context limit that config.json declares, or mlx-lm's default for this architecture."""
     inner = getattr(arguments, "text_config", None) or arguments
     defaults = inner if isinstance(inner, Mapping) else getattr(inner, "__dict__", {})
-    for source in (text, defaults):
-        for name in CONTEXT_NAMES:
-            if source.get(name) is not None:
-                return source[name]
-    return None
+    return declared_positions(text, defaults)
 
 
 # ---- quantization

@@ -23,7 +23,7 @@ import openvino as ov
 from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
-from rootstock.cache.families import Family, FullAttention, RecurrentState, SlidingWindow, TokenFamily
+from rootstock.cache.families import Family, FullAttention, RecurrentState, SlidingWindow
 
 PAGE_TOKENS = 32  # of a block of the paged operation on CPUs
 KEPT_ROWS = "kept_rows"  # input: the rows whose logits are computed
@@ -230,9 +230,9 @@ def layout_of(compiled: ov.CompiledModel, widths: Mapping[str, int]) -> GraphLay
             raise GraphUnsupported(
                 f"has blocks of {its[0].shape[1]} positions, where {PAGE_TOKENS} are expected"
             )
-        layers, row_bytes = len(its) // 2, sum(port.row_bytes for port in its)
-        family: TokenFamily = FullAttention(layers, row_bytes // PAGE_TOKENS)
-        families.append(SlidingWindow(layers, row_bytes // PAGE_TOKENS, width) if width else family)
+        layers, token_bytes = len(its) // 2, sum(port.row_bytes for port in its) // PAGE_TOKENS
+        full = FullAttention(layers, token_bytes)
+        families.append(SlidingWindow(layers, token_bytes, width) if width else full)
         ports.append(tuple(its))
     states = [_pool_port(by_name[name]) for name in pools if "_state_table" in name]
     if states:

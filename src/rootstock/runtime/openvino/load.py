@@ -29,7 +29,7 @@ from rootstock.runtime.memory_fit import (
     refuse_hopeless_budget,
     refuse_longer_context,
 )
-from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, eos_token_ids
+from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, declared_positions, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -110,9 +110,8 @@ def load_model(
     refuse_longer_context(demands.context_limit, declared.context_limit)
     dtype = config.dtype if config.dtype != "auto" else _native_dtype()
     if config.memory_check:
-        weights = (
-            2 * files[1].stat().st_size
-        )  # of the paged and the exported graph, at least, while they are compared
+        # At least: the paged and the exported graph, while they are compared.
+        weights = 2 * files[1].stat().st_size
         refuse_beyond(
             name, weights, dtype, "--kv-budget", demands.pool_bytes, free_host_bytes(), "main memory"
         )
@@ -138,12 +137,7 @@ def load_model(
         raise SelfCheckFailed(name, found.figure, found.allowed, found.quantity) from found
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
-    except (
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-    ) as error:  # of OpenVINO, or of a graph's odd parts
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # a graph's odd parts
         raise ModelUnsupported(name, f"OpenVINO refuses its graph: {in_one_line(error)}") from error
     return OpenVinoRuntime(served)
 
@@ -151,8 +145,12 @@ def load_model(
 def _loaded(
     config: ModelConfig, declared: _Declared, hashed: str, directory: Path, dtype: str
 ) -> OpenVinoExecution:
-    weights = count_weights(read_graph(_core(), directory / OPENVINO_GRAPH))
-    compiled, layout = _paged(config, directory, dtype)
+    """Compiles the graph over pools, and describes it. Raises GraphUnsupported."""
+    model = read_graph(_core(), directory / OPENVINO_GRAPH)
+    weights = count_weights(model)
+    widths = make_paged(_core(), model)
+    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
+    layout = layout_of(compiled, widths)
     description = ModelDescription(
         name=config.served_name or public_name(config.model),
         architecture=declared.architecture,
@@ -180,14 +178,6 @@ def exported_model(config: ModelConfig, directory: Path, dtype: str) -> Exported
     width = shake_embeddings(model)
     compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
     return ExportedModel(compiled, width, dtype)
-
-
-def _paged(config: ModelConfig, directory: Path, dtype: str) -> tuple[ov.CompiledModel, GraphLayout]:
-    """Compiles the graph over pools. Raises GraphUnsupported."""
-    model = read_graph(_core(), directory / OPENVINO_GRAPH)
-    widths = make_paged(_core(), model)
-    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
-    return compiled, layout_of(compiled, widths)
 
 
 def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -233,8 +223,7 @@ def _declared(model: str, directory: Path) -> _Declared:
     if (directory / GENERATION_CONFIG).exists():
         generation = read_json(model, directory, GENERATION_CONFIG)
     try:
-        declared = next((text[name] for name in CONTEXT_NAMES if text.get(name) is not None), None)
-        limit, regime = context_limit({**text, CONTEXT_NAMES[0]: declared})
+        limit, regime = context_limit({**text, CONTEXT_NAMES[0]: declared_positions(text)})
     except ValueError as error:
         raise ModelFileInvalid(model, CONFIG, str(error)) from error
     architectures = config.get("architectures")
