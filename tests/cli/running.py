@@ -38,7 +38,7 @@ def build_engine(model, cache, engine, tier, *, chat_template, progress, directo
 # On a busy machine, a load or the end of an answer may take any time.
 rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.http.listen.GRACE_S = 600
 cli.build_engine = build_engine
-cli.locate = lambda model, **_: Path('no directory')
+cli.locate_model = lambda *_: Path('no directory')
 cli.main()
 """
 

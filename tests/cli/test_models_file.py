@@ -181,7 +181,7 @@ def test_each_model_has_a_part_of_the_tiers_and_of_a_device_that_divides_its_mem
         raise Stop
 
     monkeypatch.setattr(several, "build_engine", build)
-    monkeypatch.setattr(several, "locate", lambda model, **_: tmp_path)
+    monkeypatch.setattr(several, "locate_model", lambda *_: tmp_path)
     models = [
         ServedModelConfig("org/a b", ModelConfig("a"), kv_share=3.0, context_limit=64),
         ServedModelConfig("c", ModelConfig("c")),

@@ -41,7 +41,7 @@ DIRECTORIES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "meta": (("consolidated.00.pth", "params.json"), "PyTorch", ORIGINAL),
     "onnx": (("model.onnx", "model.onnx_data"), "ONNX", ORIGINAL),
     "onnx folder": (("onnx/model.onnx",), "ONNX", ORIGINAL),
-    "openvino": (("openvino_model.xml", "openvino_model.bin"), "OpenVINO", "--runtime openvino"),
+    "openvino": (("openvino_model.xml", "openvino_model.bin"), "OpenVINO", "openvino"),
     "openvino of several": (("openvino_language_model.xml",), "in several graphs", ORIGINAL),
     "core ml": (("Model.mlpackage/Manifest.json",), "Core ML", ORIGINAL),
     "mlc": (("mlc-chat-config.json", "params_shard_0.bin"), "MLC", ORIGINAL),
@@ -133,6 +133,15 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         find(tmp_path)
     write(tmp_path, tuple(f"model{number}/config.json" for number in range(5)))
     with pytest.raises(ModelPathNotFound, match="its folders model0/, model1/, model2/ and others have one"):
+        find(tmp_path)
+
+
+def test_a_graph_without_its_configuration_lacks_only_that(tmp_path: Path) -> None:
+    write(tmp_path, ("openvino_model.xml", "openvino_model.bin"))
+    with pytest.raises(ModelUnsupported, match=r"without its model's config.json: put that .* beside it"):
+        find(tmp_path)
+    write(tmp_path, ("config.json",))
+    with pytest.raises(ModelUnsupported, match=r"serve it with --runtime openvino \(pip install"):
         find(tmp_path)
 
 

@@ -39,6 +39,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         (BOTH, False, "auto", RuntimeChoice("torch", "MLX is for Apple Silicon")),
         (("torch",), False, "auto", RuntimeChoice("torch", "MLX is for Apple Silicon")),
         (("mlx",), False, "auto", RuntimeChoice("mlx", "torch is not installed")),
+        (
+            ("openvino",),
+            False,
+            "auto",
+            RuntimeChoice("openvino", "no other runtime is installed, and it serves its graphs only"),
+        ),
+        (
+            ("openvino",),
+            False,
+            "cuda",
+            RuntimeChoice("openvino", "no other runtime is installed, and it serves its graphs only"),
+        ),
     ],
 )
 def test_auto_is_mlx_on_apple_silicon_and_torch_elsewhere(

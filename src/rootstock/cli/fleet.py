@@ -17,7 +17,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.fleet_config import FleetConfig
 from rootstock.logs import announce, configure_logs
 from rootstock.options import FLEET
-from rootstock.runtime.model_files import locate
+from rootstock.runtime.select import locate_model
 
 if TYPE_CHECKING:
     from rootstock.fleet.running import RunningFleet
@@ -106,8 +106,8 @@ def _check(config: Configuration) -> None:
 
     model = config.model
     with LoadProgress() as progress:
-        directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
-    check_files(model.model, directory)
+        directory = locate_model(model, progress)
+    check_files(model, directory)
     Keys(config.server)
     listen(config.server.host, config.server.port).close()
 

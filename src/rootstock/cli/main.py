@@ -28,8 +28,7 @@ from rootstock.openmp import wait_briefly
 from rootstock.option_table import our_name
 from rootstock.options import parse_names
 from rootstock.runtime.embedding_files import is_embedding_model
-from rootstock.runtime.model_files import locate
-from rootstock.runtime.select import leave_out_torch
+from rootstock.runtime.select import leave_out_torch, locate_model
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -133,7 +132,7 @@ def run_server(config: Configuration) -> None:
     start = prepare(config)
     model, server = config.model, config.server
     with LoadProgress() as progress:
-        directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
+        directory = locate_model(model, progress)
     if is_embedding_model(directory):
         from rootstock.cli.several import name_of, serve_models
 

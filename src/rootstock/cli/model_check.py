@@ -15,8 +15,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import ModelUnsupported, shown
 from rootstock.runtime.embedding_files import is_embedding_model
-from rootstock.runtime.model_files import locate
-from rootstock.runtime.select import leave_out_torch, load_embedder
+from rootstock.runtime.select import leave_out_torch, load_embedder, locate_model
 
 _MOST_TOKENS = 16  # of the answer
 _TEXT = "Hello"
@@ -30,7 +29,7 @@ def try_model(config: Configuration) -> list[tuple[str, str]]:
 
     model, server = config.model, config.server
     with LoadProgress() as progress:
-        directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
+        directory = locate_model(model, progress)
         if is_embedding_model(directory):
             embedder = load_embedder(model, directory)
             embedding = embedder.embed([embedder.tokens_of(_TEXT)])

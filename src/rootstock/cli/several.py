@@ -23,8 +23,13 @@ from rootstock.runtime.adapter_files import stored_bytes
 from rootstock.runtime.base import Embedder
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
-from rootstock.runtime.model_files import locate, stored_files
-from rootstock.runtime.select import device_memory, leave_out_torch, load_embedder
+from rootstock.runtime.select import (
+    device_memory,
+    leave_out_torch,
+    load_embedder,
+    locate_model,
+    stored_files,
+)
 from rootstock.units import in_units
 
 if TYPE_CHECKING:
@@ -52,9 +57,9 @@ def shared_budget(models: Sequence[ServedModelConfig], config: Configuration, re
 
 
 def _weight_bytes(one: ServedModelConfig, report: Report) -> int:
-    directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+    directory = locate_model(one.model, report)
     total = 0
-    for file in stored_files(one.model.model, directory):
+    for file in stored_files(one.model, directory):
         with suppress(OSError):
             total += (directory / file).stat().st_size
     return total + sum(stored_bytes(adapter.path) for adapter in one.model.adapters)
@@ -71,7 +76,7 @@ def loader(
     shares = sum(one.kv_share for one in generating if one.budget_bytes is None) or 1.0
 
     def load(one: ServedModelConfig) -> Assembly | Embedder:
-        directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+        directory = locate_model(one.model, report)
         if is_embedding_model(directory):
             report("load", 0.0)
             embedder = _load_embedder(one, directory, budget, generates=bool(generating))
@@ -141,7 +146,7 @@ def with_tasks(models: Sequence[ServedModelConfig], report: Report) -> tuple[Ser
     def with_task(one: ServedModelConfig) -> ServedModelConfig:
         directory = Path(one.model.model)
         if one.load == "start":
-            directory = locate(one.model.model, with_code=one.model.trust_remote_code, progress=report)
+            directory = locate_model(one.model, report)
         elif not directory.is_dir():
             return one
         return replace(one, task="embed" if is_embedding_model(directory) else "generate")

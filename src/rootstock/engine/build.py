@@ -22,8 +22,15 @@ from rootstock.runtime.adapter_files import count_weights
 from rootstock.runtime.base import ModelDescription, Runtime
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
-from rootstock.runtime.model_files import check_configs, locate, stored_files
-from rootstock.runtime.select import check_architecture, device_memory, leave_to_engine_thread, load_model
+from rootstock.runtime.model_files import read_configs
+from rootstock.runtime.select import (
+    check_architecture,
+    device_memory,
+    leave_to_engine_thread,
+    load_model,
+    locate_model,
+    stored_files,
+)
 from rootstock.text.tokenizer import HFTokenizer, ModelTokenizer
 
 
@@ -149,14 +156,14 @@ def build_engine(
     """Loads a model and assembles an engine around it. Raises StartupError.
 
     `chat_template` replaces the model's own. `progress` is called with a stage and its done share, from 0 to 1.
-    `directory` is the result of `locate`, if it was called already. `shared` is the budget of several models. Takes
-    seconds to minutes and imports the runtime's library.
+    `directory` is the result of `locate_model`, if it was called already. `shared` is the budget of several models.
+    Takes seconds to minutes and imports the runtime's library.
     """
     report = progress or (lambda stage, done: None)
-    directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
+    directory = directory or locate_model(model, report)
     # Reports broken files before the runtime's library is imported, and a missing tokenizer before minutes of loading
     # weights.
-    check_files(model.model, directory)
+    check_files(model, directory)
     check_architecture(model, directory)
     tokenizer = HFTokenizer.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     demands = Demands(
@@ -184,14 +191,14 @@ def build_engine(
     return made
 
 
-def check_files(model: str, directory: Path) -> None:
+def check_files(model: ModelConfig, directory: Path) -> None:
     """Checks that the files of a model that generates text are there. Imports no library of a runtime.
 
-    Raises ModelFileInvalid or ModelUnsupported."""
+    Raises ModelError or InvalidOption."""
     if is_embedding_model(directory):
         reason = "it makes embeddings and no text: 'rootstock serve' answers /v1/embeddings with it"
-        raise ModelUnsupported(model, reason)
-    check_configs(model, directory)
+        raise ModelUnsupported(model.model, reason)
+    read_configs(model.model, directory)
     stored_files(model, directory)
 
 

@@ -24,8 +24,7 @@ from rootstock.fleet.policy import ReplicaReport
 from rootstock.fleet.prompt_keys import ReplicaFacts, response_prefix
 from rootstock.fleet_config import MOST_REPLICAS, KVEventsConfig
 from rootstock.runtime.host_memory import share_heaps
-from rootstock.runtime.model_files import locate
-from rootstock.runtime.select import device_memory, leave_out_torch
+from rootstock.runtime.select import device_memory, leave_out_torch, locate_model
 from rootstock.server.access.guard import Keys
 from rootstock.server.app import create_app
 from rootstock.server.http.drain import Drain
@@ -43,7 +42,7 @@ _FIRST_PORT, _LAST_PORT = 22_000, 30_000  # of KV events
 def load_model(config: Configuration) -> Assembly:
     """Loads the model of a configuration. Raises StartupError."""
     model, server = config.model, config.server
-    directory = locate(model.model, with_code=model.trust_remote_code, progress=lambda stage, done: None)
+    directory = locate_model(model, lambda stage, done: None)
     leave_out_torch((model,))
     defaults = SamplingDefaults.chosen(server.sampling_defaults, model.model, directory)
     made = build_engine(

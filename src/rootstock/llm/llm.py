@@ -44,7 +44,7 @@ from rootstock.openmp import wait_briefly
 from rootstock.option_table import OPTIONS, in_library_words
 from rootstock.pipeline.model import ChatRules, PreparedChat, ServedModel
 from rootstock.runtime.base import ModelDescription
-from rootstock.runtime.model_files import locate
+from rootstock.runtime.select import locate_model
 from rootstock.text.constraints.openai_fields import constraint_of
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import refuse_unread_variables
@@ -147,11 +147,7 @@ class LLM:
         OPTIONS["sampling_defaults"].check(sampling_defaults, "sampling_defaults")
         OPTIONS["media"].check(media, "media")
         with _in_library_words():
-            directory = locate(
-                model,
-                with_code=config.model.trust_remote_code,
-                progress=progress or (lambda stage, done: None),
-            )
+            directory = locate_model(config.model, progress or (lambda stage, done: None))
             defaults = SamplingDefaults.chosen(sampling_defaults, model, directory)
             made = build_engine(
                 config.model,

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -68,16 +68,37 @@ class StoredTensor:
 # ---- the directory
 
 
-def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
+def locate(
+    model: str,
+    *,
+    with_code: bool,
+    progress: Progress,
+    takes_graph: Callable[[Collection[str]], bool] = lambda names: False,
+) -> Path:
     """Returns the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
 
-    Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing, and ModelUnsupported for a format that is not
-    read.
+    Of a repository only weights of one format are fetched: OpenVINO's graph if `takes_graph` returns True for the
+    names of the repository's files, and otherwise safetensors. Raises ModelPathNotFound, ModelFileInvalid or
+    ModelWeightsMissing, and ModelUnsupported for a format that is not read.
     """
     directory = _local_directory(model)
     if directory is None:
-        directory = _fetched(model, with_code=with_code, progress=progress)
+        directory = _fetched(model, with_code, progress, takes_graph)
     return directory
+
+
+def names_here(model: str) -> list[str] | None:
+    """Returns the names of a model's files on this machine: in its directory, or in its snapshot in the Hub's local
+    cache. None: it is not on this machine."""
+    try:
+        path = Path(model).expanduser()
+        if not path.is_dir():
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return names_in(path)
 
 
 def _local_directory(model: str) -> Path | None:
@@ -140,7 +161,9 @@ def _looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "~")) or not _HUB_NAME.fullmatch(model)
 
 
-def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
+def _fetched(
+    model: str, with_code: bool, progress: Progress, takes_graph: Callable[[Collection[str]], bool]
+) -> Path:
     """Returns the snapshot of a repository on the Hub, from the local cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -151,16 +174,14 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
         # Weight files are fetched by name, because repositories hold other copies of the weights too.
         directory = Path(snapshot_download(model, allow_patterns=patterns))
         has_config = (directory / CONFIG).is_file()
-        weights = _named_weights(model, directory)
+        names, weights = [*names_in(directory), *_names_on_hub(model)], [OPENVINO_GRAPH, OPENVINO_WEIGHTS]
+        is_graph = has_config and takes_graph(names)
+        if not is_graph:
+            weights = _named_weights(model, directory)
         if has_config:
             snapshot_download(model, allow_patterns=[*patterns, *weights])
-        if not has_config or not all((directory / name).is_file() for name in weights):
-            names = names_in(directory)
-            on_hub = _names_on_hub(model)
-            if has_config and OPENVINO_GRAPH in (*names, *on_hub):
-                snapshot_download(model, allow_patterns=[*patterns, OPENVINO_GRAPH, OPENVINO_WEIGHTS])
-            else:
-                _refuse_format(model, [*names, *names_below(directory, names), *on_hub], directory)
+        if not is_graph and not (has_config and all((directory / name).is_file() for name in weights)):
+            _refuse_format(model, [*names, *names_below(directory, names)], directory)
         if not has_config:
             raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
     except LocalEntryNotFoundError as error:
@@ -175,7 +196,7 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
 
 
 def _names_on_hub(model: str) -> list[str]:
-    """Returns the names in a repository on the Hub. None if it does not answer."""
+    """Returns the names in a repository on the Hub: none if it does not answer."""
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -235,12 +256,12 @@ def _read_json(model: str, directory: Path, name: str, max_bytes: int) -> Any:
     return content
 
 
-def check_configs(model: str, directory: Path) -> None:
-    """Checks config.json and generation_config.json before code of the model's family reads them.
+def read_configs(model: str, directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns config.json, its part about the model of text, and generation_config.json, {} if there is none.
 
-    Raises ModelFileInvalid.
+    They are checked before code of the model's family reads them. Raises ModelFileInvalid.
     """
-    config = read_json(model, directory, CONFIG)
+    config, generation = read_json(model, directory, CONFIG), {}
     for inner in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in _LAYER_COUNTS:
             count = inner.get(key)
@@ -252,6 +273,8 @@ def check_configs(model: str, directory: Path) -> None:
     if (directory / GENERATION_CONFIG).exists():
         generation = read_json(model, directory, GENERATION_CONFIG)
         _check_eos(model, GENERATION_CONFIG, generation.get("eos_token_id"))
+    text = config.get("text_config")
+    return config, text if isinstance(text, dict) else config, generation
 
 
 def _check_eos(model: str, file: str, found: object) -> None:
@@ -263,14 +286,6 @@ def _check_eos(model: str, file: str, found: object) -> None:
 
 
 # ---- weights
-
-
-def stored_files(model: str, directory: Path) -> list[Path]:
-    """Returns the files of a model's weights: OpenVINO's graph and its weights if there is a graph, and otherwise
-    safetensors. Raises ModelWeightsMissing, ModelFileInvalid or ModelUnsupported."""
-    if (directory / OPENVINO_GRAPH).is_file():
-        return graph_files(model, directory)
-    return weight_files(model, directory)
 
 
 def graph_files(model: str, directory: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,8 +53,10 @@ _FORMATS = (
     _Format(("gptq_model*.safetensors",), "quantized by GPTQ, in AutoGPTQ's files", _ORIGINAL),
     _Format(("weights*.npz", "weights.[0-9]*.safetensors"), "in a format of MLX before mlx-lm's", _ORIGINAL),
     _Format(("mlc-chat-config.json", "params_shard_*.bin"), "compiled by MLC", _ORIGINAL),
+    _Format((OPENVINO_GRAPH,), "a graph of OpenVINO without its model's config.json",
+            "put that and the tokenizer's files beside it, as optimum-cli export openvino does", False),
     _Format((OPENVINO_GRAPH,), "in OpenVINO's format",
-            "pip install 'rootstock[openvino]', and serve its directory with --runtime openvino"),
+            "serve it with --runtime openvino (pip install 'rootstock[openvino]')"),
     _Format(("openvino_*.xml",), "in OpenVINO's format, in several graphs", _ORIGINAL),
     _Format(("*.onnx", "onnx/"), "in ONNX", _ORIGINAL),
     _Format(("*.mlpackage", "*.mlmodelc", "*.mlmodel", "*.mlpackage/", "*.mlmodelc/"), "in Core ML's format",
@@ -104,6 +106,19 @@ def foreign_format(names: Iterable[str], base_model: object = None) -> str | Non
             base = f" {shown(base_model)}" if isinstance(base_model, str) and base_model else ""
             return f"it is {known.name}: {known.remedy.format(base=base)}"
     return None
+
+
+def has_graph(names: Collection[str]) -> bool:
+    """Returns whether files of these names are a graph of OpenVINO that makes text.
+
+    A graph without its weights does not count beside safetensors, which are complete without it.
+    """
+    has_others = any(name.endswith(".safetensors") for name in names)
+    return (
+        OPENVINO_GRAPH in names
+        and "modules.json" not in names
+        and (OPENVINO_WEIGHTS in names or not has_others)
+    )
 
 
 def remedy_without_config(directory: Path, names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -19,13 +19,14 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import DeviceMemory, Embedder, Runtime
 from rootstock.runtime.memory_fit import Demands
-from rootstock.runtime.model_files import Progress
-from rootstock.runtime.model_formats import OPENVINO_GRAPH
+from rootstock.runtime.model_files import Progress, graph_files, locate, names_here, weight_files
+from rootstock.runtime.model_formats import OPENVINO_GRAPH, has_graph, names_in
 
 RuntimeName = Literal["torch", "mlx", "openvino"]
 
 # Devices that torch names. MLX has one GPU at most, and uses it by itself.
 _DEVICES_OF_TORCH = ("cuda", "mps")
+_REMEDY = "pip install 'rootstock[mlx]' on Apple Silicon, and 'rootstock[torch]' elsewhere"
 
 # The packages of each runtime, and its module with `check_architecture`, `load_model` and `device_memory`.
 _PACKAGES: Final[Mapping[RuntimeName, tuple[str, ...]]] = {
@@ -48,11 +49,12 @@ class RuntimeChoice:
     reason: str
 
 
-def choose_runtime(asked: str, device: str = "auto", model: str = "") -> RuntimeChoice:
-    """Returns the runtime for --runtime, --device and the model, and the reason. Raises InvalidOption.
+def choose_runtime(asked: str, device: str = "auto", names: Collection[str] | None = None) -> RuntimeChoice:
+    """Returns the runtime for --runtime, --device and the names of a model's files, and the reason. Raises
+    InvalidOption.
 
-    "auto" is OpenVINO for a directory with its graph of a model. For others it is MLX on Apple Silicon if it is
-    installed, and elsewhere only where torch is not installed.
+    "auto" is OpenVINO for its graph of a model. For others it is MLX on Apple Silicon if it is installed, and
+    elsewhere only where torch is not installed. Without names, OpenVINO is chosen only if no other is installed.
     """
     if asked != "auto":
         name = cast(RuntimeName, asked)
@@ -61,21 +63,22 @@ def choose_runtime(asked: str, device: str = "auto", model: str = "") -> Runtime
                 "--runtime", asked, f"a runtime that is installed: pip install 'rootstock[{asked}]'"
             )
         return RuntimeChoice(name, f"--runtime is {asked}")
-    if (
-        device not in _DEVICES_OF_TORCH
-        and model
-        and (Path(model).expanduser() / OPENVINO_GRAPH).is_file()
-        and is_installed("openvino")
-    ):
-        return RuntimeChoice("openvino", f"the directory has a graph of OpenVINO ({OPENVINO_GRAPH})")
-    has_mlx, has_torch = is_installed("mlx"), is_installed("torch")
-    if not (has_mlx or has_torch):
-        raise InvalidOption(
-            "--runtime",
-            asked,
-            "a runtime that is installed: pip install 'rootstock[mlx]' on Apple Silicon, and "
-            "'rootstock[torch]' elsewhere",
-        )
+    has_mlx, has_torch, has_openvino = is_installed("mlx"), is_installed("torch"), is_installed("openvino")
+    is_alone = not (has_mlx or has_torch)
+    if has_openvino and has_graph(names or ()) and (is_alone or device not in _DEVICES_OF_TORCH):
+        return RuntimeChoice("openvino", f"the model has a graph of OpenVINO ({OPENVINO_GRAPH})")
+    if has_openvino and is_alone and names is None:
+        return RuntimeChoice("openvino", "no other runtime is installed, and it serves its graphs only")
+    if is_alone:
+        what = "a runtime that is installed"
+        if has_graph(names or ()):
+            what = "openvino, whose graph the model has: pip install 'rootstock[openvino]'. For others"
+        elif has_openvino:
+            what = (
+                f"a runtime that reads the model. OpenVINO is installed, and reads a graph ({OPENVINO_GRAPH}), which "
+                "optimum-cli export openvino makes of the model. Without a graph"
+            )
+        raise InvalidOption("--runtime", asked, f"{what}: {_REMEDY}")
     if not has_torch:
         return RuntimeChoice("mlx", "torch is not installed")
     if device in _DEVICES_OF_TORCH:
@@ -120,7 +123,8 @@ def import_transformers_alone() -> None:
 
 def _runtime_of(config: ModelConfig) -> RuntimeName:
     """Returns the runtime of a model. MLX, if it is the one, can be imported. Raises InvalidOption."""
-    chosen = choose_runtime(config.runtime, config.device, config.model).runtime
+    names = names_here(config.model) if config.runtime == "auto" else None
+    chosen = choose_runtime(config.runtime, config.device, names).runtime
     if chosen == "mlx":
         try:
             importlib.import_module("mlx.core")
@@ -136,6 +140,25 @@ def _runtime_of(config: ModelConfig) -> RuntimeName:
 def _loader_of(config: ModelConfig) -> Any:
     """Returns the module that loads a model by its runtime. Raises InvalidOption."""
     return importlib.import_module(_LOADERS[_runtime_of(config)])
+
+
+def locate_model(config: ModelConfig, progress: Progress) -> Path:
+    """Returns the model's directory: the given one, or its snapshot from the Hub. Files that are missing there are
+    downloaded in the format that the model's runtime reads. Raises ModelError or InvalidOption."""
+
+    def takes_graph(names: Collection[str]) -> bool:
+        return choose_runtime(config.runtime, config.device, names).runtime == "openvino"
+
+    return locate(
+        config.model, with_code=config.trust_remote_code, progress=progress, takes_graph=takes_graph
+    )
+
+
+def stored_files(config: ModelConfig, directory: Path) -> list[Path]:
+    """Returns the files of a model's weights in the format that its runtime reads. Raises ModelError or
+    InvalidOption."""
+    chosen = choose_runtime(config.runtime, config.device, names_in(directory)).runtime
+    return (graph_files if chosen == "openvino" else weight_files)(config.model, directory)
 
 
 def check_architecture(config: ModelConfig, directory: Path) -> None:
@@ -155,7 +178,7 @@ def load_model(
 ) -> Runtime:
     """Loads a model from a directory or the Hub and self-checks it. The runtime is ready for `allocate`.
 
-    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    `directory`: the result of `locate_model`, if it was already called. Raises InvalidOption or ModelError.
     """
     runtime: Runtime = _loader_of(config).load_model(config, progress, demands, directory=directory)
     return runtime

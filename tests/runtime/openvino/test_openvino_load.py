@@ -26,6 +26,7 @@ from rootstock.errors import (
 )
 from rootstock.runtime import select
 from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.model_files import names_here
 from rootstock.runtime.openvino import load
 from rootstock.runtime.select import choose_runtime
 from rootstock.testing.byte_tokenizer import ByteTokenizer
@@ -187,15 +188,15 @@ def test_adapters_are_refused(exported: Unpack) -> None:
 def test_auto_takes_the_runtime_for_a_directory_with_a_graph(
     exported: Unpack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    directory = str(exported("llama"))
-    assert choose_runtime("auto", model=directory).runtime == "openvino"
-    assert choose_runtime("auto", "cuda", directory).runtime != "openvino"
-    assert choose_runtime("torch", model=directory).runtime == "torch"
-    assert choose_runtime("auto", model=str(tmp_path)).runtime != "openvino"
+    names = names_here(str(exported("llama")))
+    assert choose_runtime("auto", names=names).runtime == "openvino"
+    assert choose_runtime("auto", "cuda", names).runtime != "openvino"
+    assert choose_runtime("torch", names=names).runtime == "torch"
+    assert choose_runtime("auto", names=names_here(str(tmp_path))).runtime != "openvino"
     monkeypatch.setattr(select, "is_installed", lambda runtime: runtime != "openvino")
-    assert choose_runtime("auto", model=directory).runtime != "openvino"
+    assert choose_runtime("auto", names=names).runtime != "openvino"
     with pytest.raises(InvalidOption, match=r"rootstock\[openvino\]"):
-        choose_runtime("openvino", model=directory)
+        choose_runtime("openvino", names=names)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next"])

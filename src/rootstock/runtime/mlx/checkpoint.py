@@ -19,9 +19,8 @@ from rootstock.errors import ModelFileInvalid, ModelUnsupported, shown
 from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, declared_positions, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
-    GENERATION_CONFIG,
-    check_configs,
     in_one_line,
+    read_configs,
     read_json,
 )
 from rootstock.runtime.model_formats import quantization_of
@@ -62,10 +61,7 @@ class MlxCheckpoint:
 def read_checkpoint(model: str, directory: Path) -> MlxCheckpoint:
     """Reads and checks the configuration. Raises ModelFileInvalid, or ModelUnsupported if mlx-lm does not know the
     architecture or the quantization."""
-    check_configs(model, directory)
-    config = read_json(model, directory, CONFIG)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    config, text, generation = read_configs(model, directory)
     _check_sizes(model, config, text)
     if config.get("model_file") is not None:
         raise ModelUnsupported(
@@ -76,9 +72,6 @@ def read_checkpoint(model: str, directory: Path) -> MlxCheckpoint:
     _add_quantization(model, directory, config, text)
     _check_quantization(model, config)
     model_class, arguments = _mlx_lm_class(model, config)
-    generation = {}
-    if (directory / GENERATION_CONFIG).exists():
-        generation = read_json(model, directory, GENERATION_CONFIG)
     try:
         limit, regime = context_limit(
             {**text, CONTEXT_NAMES[0]: _declared_limit(text, arguments)}, _CHANGING_ROPE

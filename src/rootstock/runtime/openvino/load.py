@@ -32,15 +32,13 @@ from rootstock.runtime.memory_fit import (
 from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, declared_positions, eos_token_ids
 from rootstock.runtime.model_files import (
     CONFIG,
-    GENERATION_CONFIG,
     Progress,
-    check_configs,
     fingerprint,
     graph_files,
     in_one_line,
     locate,
     public_name,
-    read_json,
+    read_configs,
 )
 from rootstock.runtime.model_formats import OPENVINO_GRAPH
 from rootstock.runtime.openvino.graph import (
@@ -99,13 +97,13 @@ def load_model(
 ) -> OpenVinoRuntime:
     """Loads an exported graph and self-checks it. The runtime is ready for `allocate`.
 
-    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    `directory`: the result of `locate_model`, if it was already called. Raises InvalidOption or ModelError.
     """
     demands = demands or Demands()
     report = progress or (lambda stage, done: None)
     _refuse_options(config, demands)
     name = config.model
-    directory = directory or locate(name, with_code=False, progress=report)
+    directory = directory or locate(name, with_code=False, progress=report, takes_graph=lambda _: True)
     declared, files = _declared(name, directory), graph_files(name, directory)
     refuse_longer_context(demands.context_limit, declared.context_limit)
     dtype = config.dtype if config.dtype != "auto" else _native_dtype()
@@ -215,13 +213,7 @@ def _layout_name(layout: GraphLayout) -> str:
 
 def _declared(model: str, directory: Path) -> _Declared:
     """Raises ModelFileInvalid."""
-    check_configs(model, directory)
-    config: Mapping[str, Any] = read_json(model, directory, CONFIG)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    generation = {}
-    if (directory / GENERATION_CONFIG).exists():
-        generation = read_json(model, directory, GENERATION_CONFIG)
+    config, text, generation = read_configs(model, directory)
     try:
         limit, regime = context_limit({**text, CONTEXT_NAMES[0]: declared_positions(text)})
     except ValueError as error:

@@ -93,7 +93,7 @@ def load_model(
 ) -> TorchRuntime:
     """Loads a model from a directory or the Hub and self-checks it. The runtime is ready for `allocate`.
 
-    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    `directory`: the result of `locate_model`, if it was already called. Raises InvalidOption or ModelError.
     """
     demands = demands or Demands()
     report = progress or (lambda stage, done: None)

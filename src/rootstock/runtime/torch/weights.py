@@ -19,9 +19,9 @@ from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
     StoredTensor,
-    check_configs,
     first_line,
     in_one_line,
+    read_configs,
     read_json,
 )
 from rootstock.runtime.model_formats import MLX, names_in, quantization_of, quantization_of_tensors
@@ -32,7 +32,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
 
     Raises ModelFileInvalid, or ModelUnsupported if transformers does not know the architecture.
     """
-    check_configs(model, directory)
+    read_configs(model, directory)
     if (directory / GENERATION_CONFIG).exists():
         try:
             with quiet():

@@ -1,0 +1,185 @@
+"""Files of a repository on the Hub that are fetched for each runtime, and the runtime that "auto" finds by them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import filter_repo_objects
+
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption, ModelError, ModelUnsupported, ModelWeightsMissing, StartupError
+from rootstock.runtime import select
+from rootstock.runtime.model_files import names_here
+from rootstock.runtime.select import choose_runtime, locate_model
+
+GRAPH = {"openvino_model.xml", "openvino_model.bin"}
+SHARDS = {"model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"}
+BESIDE = {"README.md", "onnx/model.onnx", "openvino_tokenizer.xml", "pytorch_model.bin"}
+TEXT = {"config.json", "tokenizer.json"}
+REPOSITORIES = {
+    "graph": GRAPH,
+    "safetensors": {"model.safetensors"},
+    "shards": SHARDS,
+    "both": {*GRAPH, "model.safetensors"},
+    "both in shards": {*GRAPH, *SHARDS},
+    "half a graph": {"openvino_model.xml", "model.safetensors"},
+}
+INSTALLED = [
+    names for count in (1, 2, 3) for names in itertools.combinations(("torch", "mlx", "openvino"), count)
+]
+
+
+class FakeHub:
+    """Repository on the Hub, and its snapshot on this machine."""
+
+    def __init__(self, folder: Path, names: set[str]) -> None:
+        self.folder = folder
+        self.names = {*names, *TEXT}
+        self.answers = True
+
+    def snapshot_download(
+        self, model: str, allow_patterns: Sequence[str] = (), local_files_only: bool = False
+    ) -> str:
+        if local_files_only or not self.answers:
+            if not self.folder.exists():
+                raise LocalEntryNotFoundError("it is not here")
+            return str(self.folder)
+        for name in filter_repo_objects(sorted(self.names), allow_patterns=list(allow_patterns)):
+            file = self.folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+            file.write_text(json.dumps({"weight_map": weights} if "index" in name else {}))
+        return str(self.folder)
+
+    def list_repo_files(self, model: str) -> list[str]:
+        if not self.answers:
+            raise OfflineModeIsEnabled
+        return sorted(self.names)
+
+    def fetched(self) -> set[str]:
+        return {
+            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
+        } - TEXT
+
+
+Make = Callable[..., FakeHub]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the Hub one with a repository, and this machine one with the given runtimes installed."""
+
+    def make(names: set[str], installed: Sequence[str]) -> FakeHub:
+        made = FakeHub(tmp_path / "snapshot", names)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
+        monkeypatch.setattr("huggingface_hub.list_repo_files", made.list_repo_files)
+        monkeypatch.setattr(select, "is_installed", lambda runtime: runtime in installed)
+        monkeypatch.setattr(select, "is_apple_silicon", lambda: False)
+        return made
+
+    return make
+
+
+def find(**options: Any) -> Path:
+    return locate_model(ModelConfig("maker/model", **options), lambda stage, done: None)
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch", "mlx", "openvino"])
+@pytest.mark.parametrize("installed", INSTALLED, ids="+".join)
+@pytest.mark.parametrize("kind", REPOSITORIES)
+def test_weights_are_fetched_in_the_format_of_the_runtime(
+    hub: Make, kind: str, installed: tuple[str, ...], asked: str
+) -> None:
+    repository = hub({*REPOSITORIES[kind], *BESIDE}, installed)
+    of_torch, of_openvino = REPOSITORIES[kind] - GRAPH, REPOSITORIES[kind] & GRAPH
+    others = [name for name in installed if name != "openvino"]
+    if asked == "auto":
+        takes_graph = "openvino" in installed and (of_openvino == GRAPH)
+        refuses = not takes_graph and not (others and of_torch)
+    else:
+        takes_graph = asked == "openvino"
+        refuses = asked not in installed or not (of_openvino if takes_graph else of_torch)
+    if refuses and not (takes_graph and asked in installed):
+        with pytest.raises(StartupError):
+            find(runtime=asked)
+        assert not {name for name in repository.fetched() if not name.endswith(".json")}
+        return
+    directory = find(runtime=asked)
+    assert repository.fetched() >= (of_openvino if takes_graph else of_torch)
+    unwanted = (of_torch - {"model.safetensors.index.json"} if takes_graph else of_openvino) | BESIDE
+    assert not repository.fetched() & unwanted
+    # Later choices know only what is on this machine.
+    chosen = choose_runtime(asked, names=names_here("maker/model")).runtime
+    assert (chosen == "openvino") == takes_graph
+    if takes_graph and of_openvino != GRAPH:
+        with pytest.raises(ModelWeightsMissing, match=r"there is no openvino_model\.(xml|bin)"):
+            select.stored_files(ModelConfig("maker/model", runtime=asked), directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "installed", "error", "said"),
+    [
+        (
+            "graph",
+            ("torch",),
+            ModelUnsupported,
+            r"--runtime openvino \(pip install 'rootstock\[openvino\]'\)",
+        ),
+        ("graph", (), InvalidOption, r"must be openvino, .* pip install 'rootstock\[openvino\]'"),
+        ("safetensors", ("openvino",), InvalidOption, r"optimum-cli export openvino .*'rootstock\[torch\]'"),
+        ("half a graph", ("openvino",), InvalidOption, r"optimum-cli export openvino .*'rootstock\[torch\]'"),
+        ("safetensors", (), InvalidOption, "a runtime that is installed"),
+    ],
+)
+def test_a_model_that_no_installed_runtime_reads_is_refused_with_a_remedy(
+    hub: Make, kind: str, installed: tuple[str, ...], error: type[Exception], said: str
+) -> None:
+    repository = hub(REPOSITORIES[kind], installed)
+    with pytest.raises(error, match=said):
+        find()
+    assert repository.fetched() <= {"model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("kind", ["graph", "safetensors", "both"])
+def test_a_snapshot_is_served_while_the_hub_does_not_answer(hub: Make, kind: str) -> None:
+    repository = hub(REPOSITORIES[kind], ("torch", "openvino"))
+    assert names_here("maker/model") is None
+    first = find()
+    repository.answers = False
+    assert find() == first
+    chosen = choose_runtime("auto", names=names_here("maker/model")).runtime
+    assert chosen == ("torch" if kind == "safetensors" else "openvino")
+
+
+def test_a_gpu_of_torch_gets_safetensors(hub: Make) -> None:
+    repository = hub(REPOSITORIES["both"], ("torch", "openvino"))
+    find(device="cuda")
+    assert repository.fetched() == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+@pytest.mark.parametrize("kind", REPOSITORIES)
+def test_a_directory_is_read_in_the_format_of_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, asked: str
+) -> None:
+    """Only the names of files count here: their content is checked elsewhere."""
+    monkeypatch.setattr(select, "is_installed", lambda runtime: runtime != "mlx")
+    monkeypatch.setattr("rootstock.runtime.model_files._headers", lambda model, files: iter(files))
+    for name in (*REPOSITORIES[kind], *TEXT):
+        (tmp_path / name).write_text(
+            '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+        )
+    config = ModelConfig(str(tmp_path), runtime=asked)
+    if kind == "graph" and asked == "torch":
+        with pytest.raises(ModelError, match="--runtime openvino"):
+            select.stored_files(config, tmp_path)
+        return
+    suffixes = {file.suffix for file in select.stored_files(config, tmp_path)}
+    takes_graph = asked == "auto" and REPOSITORIES[kind] >= GRAPH
+    assert suffixes == ({".xml", ".bin"} if takes_graph else {".safetensors"})
