@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from rootstock.errors import (
     BudgetTooSmall,
     InvalidOption,
     ModelError,
+    ModelFileInvalid,
+    ModelTooLarge,
     ModelUnsupported,
     ModelWeightsMissing,
     SelfCheckFailed,
 )
-from rootstock.runtime import select
+from rootstock.runtime import select, trial
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import names_here
 from rootstock.runtime.openvino import load
@@ -175,6 +178,67 @@ def test_a_paged_graph_that_computes_something_else_is_refused(
     )
     with pytest.raises(SelfCheckFailed):
         load.load_model(config(exported("llama")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_load_does_not_fit_is_refused(
+    exported: Unpack, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Two graphs with weights in the dtype, and the logits of the self-check."""
+    parameters = load.load_model(config(exported("llama"), dtype=dtype)).description.parameters
+    logits = load._CHECKED_ROWS * 96 * 4
+    needed = 2 * parameters * (4 if dtype == "float32" else 2) + logits
+    monkeypatch.setattr(load, "free_host_bytes", lambda: needed - 1)
+    with pytest.raises(ModelTooLarge):
+        load.load_model(config(exported("llama"), dtype=dtype))
+    load.load_model(config(exported("llama"), dtype=dtype, memory_check=False))
+    monkeypatch.setattr(load, "free_host_bytes", lambda: needed)
+    load.load_model(config(exported("llama"), dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        RuntimeError("Check 'ptr' failed at cpu_memory.cpp:\nFailed to allocate 308480 bytes of memory"),
+        RuntimeError("Can not create file mapping for 5, err=Cannot allocate memory"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_memory_that_the_system_does_not_grant_is_an_error_of_the_model(
+    exported: Unpack, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def without_memory(*_: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(load, "check", without_memory)
+    with pytest.raises(ModelTooLarge, match="which the system did not grant"):
+        load.load_model(config(exported("llama")))
+
+
+def test_the_noise_has_two_samples_at_a_time(exported: Unpack) -> None:
+    """And what their comparison needs: a vocabulary of 262,144 takes 253 MB for each."""
+    own = load.exported_model(config(exported("llama")), exported("llama"), "bfloat16")
+    tokens = 3 + np.arange(241, dtype=np.int32) % 93
+    for measure in (trial.largest_difference, trial.relative_error):
+        tracemalloc.start()
+        own.noise(tokens, measure)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 5.5 * 241 * 96 * 4
+
+
+def test_a_dtype_that_the_device_does_not_take_is_refused(
+    exported: Unpack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load._settings
+    monkeypatch.setattr(
+        load,
+        "_settings",
+        lambda *given: settings(*given) | {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    )
+    with pytest.raises(InvalidOption, match=r"--dtype .* OpenVINO computes in float32 on this processor"):
+        load.load_model(config(exported("llama"), dtype="bfloat16"))
 
 
 def test_adapters_are_refused(exported: Unpack) -> None:

@@ -4,7 +4,7 @@ self-check."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rootstock.config import ModelConfig
 from rootstock.errors import (
     InvalidOption,
     ModelFileInvalid,
+    ModelTooLarge,
     ModelUnsupported,
     ModelWeightsMissing,
     SelfCheckFailed,
@@ -57,6 +58,10 @@ from rootstock.runtime.trial import Disagreement, check
 
 _TYPES = {"float32": "f32", "bfloat16": "bf16"}  # OpenVINO's names
 _INT8 = "u8"
+_FLOATS = ("f64", "f32", "f16", "bf16")  # types of weights that are computed in the dtype, and packed in it
+_CHECKED_ROWS = 1750  # of logits that the self-check and the two graphs have at a time
+# OpenVINO's words where an allocation fails, which it does not report as a MemoryError.
+_NO_MEMORY = re.compile("Failed to allocate|Cannot allocate memory|bad.alloc|failed to map segment")
 _QUANTIZED = {"i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4", "nf4": "int4"}
 
 
@@ -106,19 +111,19 @@ def load_model(
     directory = directory or locate(name, with_code=False, progress=report, takes_graph=lambda _: True)
     declared, files = _declared(name, directory), graph_files(name, directory)
     refuse_longer_context(demands.context_limit, declared.context_limit)
-    dtype = config.dtype if config.dtype != "auto" else _native_dtype()
-    if config.memory_check:
-        # At least: the paged and the exported graph, while they are compared.
-        weights = 2 * files[1].stat().st_size
-        refuse_beyond(
-            name, weights, dtype, "--kv-budget", demands.pool_bytes, free_host_bytes(), "main memory"
-        )
-        refuse_beyond_limit(name, weights, dtype, demands)
+    dtype = config.dtype if config.dtype != "auto" else native_dtype()
+    needed = 0
     try:
+        graph = read_graph(_core(), files[0])
+        needed = _load_bytes(graph, dtype)
+        if config.memory_check:
+            free = free_host_bytes()
+            refuse_beyond(name, needed, dtype, "--kv-budget", demands.pool_bytes, free, "main memory")
+            refuse_beyond_limit(name, needed, dtype, demands)
         hashed = fingerprint(directory, files, "openvino", report)
         report("load", 0.0)
         exact = replace(config, kv_dtype="auto")
-        served = _loaded(exact, declared, hashed, directory, dtype)
+        served = _loaded(exact, declared, hashed, graph, dtype)
         report("load", 1.0)
         # With exact K and V, because the loss of rounding is the user's choice and no error.
         own = exported_model(exact, directory, dtype)
@@ -126,28 +131,31 @@ def load_model(
         del own
         if config.kv_dtype == "int8":
             del served  # two graphs at most take memory at a time
-            served = _loaded(config, declared, hashed, directory, dtype)
+            served = _loaded(config, declared, hashed, read_graph(_core(), files[0]), dtype)
         if demands.kv_budget is not None:
             refuse_hopeless_budget(served.layout.families, demands)
-    except GraphUnsupported as refusal:
-        raise ModelUnsupported(name, f"it {refusal}") from refusal
     except Disagreement as found:
         raise SelfCheckFailed(name, found.figure, found.allowed, found.quantity) from found
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
-    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # a graph's odd parts
-        raise ModelUnsupported(name, f"OpenVINO refuses its graph: {in_one_line(error)}") from error
+    except (GraphUnsupported, MemoryError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, MemoryError) or _NO_MEMORY.search(str(cause)):
+            free, memory = free_host_bytes(), "main memory, which the system did not grant,"
+            raise ModelTooLarge(name, needed, dtype, free, memory) from error
+        is_ours = isinstance(error, GraphUnsupported)  # others come from a graph's odd parts
+        reason = f"it {error}" if is_ours else f"OpenVINO refuses its graph: {in_one_line(error)}"
+        raise ModelUnsupported(name, reason) from error
     return OpenVinoRuntime(served)
 
 
 def _loaded(
-    config: ModelConfig, declared: _Declared, hashed: str, directory: Path, dtype: str
+    config: ModelConfig, declared: _Declared, hashed: str, graph: ov.Model, dtype: str
 ) -> OpenVinoExecution:
-    """Compiles the graph over pools, and describes it. Raises GraphUnsupported."""
-    model = read_graph(_core(), directory / OPENVINO_GRAPH)
-    weights = count_weights(model)
-    widths = make_paged(_core(), model)
-    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
+    """Compiles an exported graph over pools, and describes it. Raises GraphUnsupported or InvalidOption."""
+    weights = count_weights(graph)
+    widths = make_paged(_core(), graph)
+    compiled = _compiled(graph, config, dtype)
     layout = layout_of(compiled, widths)
     description = ModelDescription(
         name=config.served_name or public_name(config.model),
@@ -174,8 +182,30 @@ def exported_model(config: ModelConfig, directory: Path, dtype: str) -> Exported
     """Compiles the exported graph, with its own cache. Raises GraphUnsupported."""
     model = read_graph(_core(), directory / OPENVINO_GRAPH)
     width = shake_embeddings(model)
-    compiled = _core().compile_model(model, "CPU", _settings(config, dtype))
-    return ExportedModel(compiled, width, dtype)
+    return ExportedModel(_compiled(model, config, dtype), width, dtype)
+
+
+def _compiled(graph: ov.Model, config: ModelConfig, dtype: str) -> ov.CompiledModel:
+    """Raises InvalidOption for a dtype that OpenVINO does not compute on this processor."""
+    compiled = _core().compile_model(graph, "CPU", _settings(config, dtype))
+    taken = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if taken != _TYPES[dtype]:
+        raise InvalidOption(
+            "--dtype", dtype, f"auto: OpenVINO computes in {dtype_name(taken)} on this processor"
+        )
+    return compiled
+
+
+def _load_bytes(graph: ov.Model, dtype: str) -> int:
+    """Returns the main memory that a load takes: weights of the paged and of the exported graph, as OpenVINO packs
+    them, and the logits of the self-check."""
+    computed = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
+    bits = 0
+    for name, count in count_weights(graph).items():
+        stored = getattr(ov.Type, name)
+        bits += count * (computed if name in _FLOATS else stored).bitwidth
+    vocab_size: int = graph.output("logits").get_partial_shape()[-1].get_length()
+    return 2 * bits // 8 + _CHECKED_ROWS * vocab_size * 4
 
 
 def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -196,7 +226,7 @@ def _settings(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return settings
 
 
-def _native_dtype() -> str:
+def native_dtype() -> str:
     """Returns the smallest dtype that the processor computes natively."""
     return "bfloat16" if "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "float32"
 
