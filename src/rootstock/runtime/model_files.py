@@ -42,6 +42,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OF_ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")
 _LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that Git LFS has not fetched
+_POINTER = "is a pointer of Git LFS without the weights: 'git lfs pull' in its directory fetches them"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -49,6 +50,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # An index of a thousand experts per layer has some tens of MiB.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 256 << 20
+_MAX_GRAPH_BYTES = 64 << 20  # OpenVINO takes ten times as much memory; the largest graphs have some MiB
 _MAX_LAYERS = 10_000  # transformers builds a module for each layer before it reads the weights
 _MAX_EOS_TOKENS = 1000
 _HASH_CHUNK_BYTES = 16 << 20
@@ -289,13 +291,18 @@ def _check_eos(model: str, file: str, found: object) -> None:
 
 
 def graph_files(model: str, directory: Path) -> list[Path]:
-    """Returns OpenVINO's graph of a model and its weights. Raises ModelWeightsMissing."""
-    for name in (OPENVINO_GRAPH, OPENVINO_WEIGHTS):
-        if not (directory / name).is_file():
+    """Returns OpenVINO's graph of a model and its weights. Raises ModelWeightsMissing or ModelFileInvalid."""
+    files = [directory / OPENVINO_GRAPH, directory / OPENVINO_WEIGHTS]
+    for file in files:
+        if not file.is_file():
             raise ModelWeightsMissing(
-                model, f"there is no {name}: optimum-cli export openvino writes the graph of a model"
+                model, f"there is no {file.name}: optimum-cli export openvino writes the graph of a model"
             )
-    return [directory / OPENVINO_GRAPH, directory / OPENVINO_WEIGHTS]
+        if _begins_with(file, _LFS_POINTER):
+            raise ModelWeightsMissing(model, f"{file.name} {_POINTER}")
+    if files[0].stat().st_size > _MAX_GRAPH_BYTES:
+        raise ModelFileInvalid(model, OPENVINO_GRAPH, f"it is larger than {in_units(_MAX_GRAPH_BYTES)}")
+    return files
 
 
 def weight_files(model: str, directory: Path) -> list[Path]:
@@ -345,9 +352,7 @@ def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
                         elements *= length
                     yield StoredTensor(name, tensor.get_dtype(), elements)
         except SafetensorError as error:
-            reason = f"is damaged ({first_line(error)})"
-            if _begins_with(file, _LFS_POINTER):
-                reason = "is a pointer of Git LFS without the weights: 'git lfs pull' in its directory fetches them"
+            reason = _POINTER if _begins_with(file, _LFS_POINTER) else f"is damaged ({first_line(error)})"
             raise ModelWeightsMissing(model, f"{file.name} {reason}") from error
         except OSError as error:
             raise ModelWeightsMissing(

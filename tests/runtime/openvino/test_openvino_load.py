@@ -124,6 +124,19 @@ def _with_half_of_its_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
+def _with_a_pointer_as_weights(folder: Path) -> None:
+    (folder / "openvino_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def _with_a_pointer_as_graph(folder: Path) -> None:
+    (folder / "openvino_model.xml").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def _with_a_huge_graph(folder: Path) -> None:
+    with (folder / "openvino_model.xml").open("r+b") as file:
+        file.truncate((64 << 20) + 1)
+
+
 def _with_half_of_its_graph(folder: Path) -> None:
     graph = folder / "openvino_model.xml"
     graph.write_text(graph.read_text()[: graph.stat().st_size // 2])
@@ -152,6 +165,13 @@ def _with_a_second_input(folder: Path) -> None:
     ("damage", "error", "said"),
     [
         (_without_weights, ModelWeightsMissing, "there is no openvino_model.bin"),
+        (
+            _with_a_pointer_as_weights,
+            ModelWeightsMissing,
+            "model.bin is a pointer of Git LFS .* 'git lfs pull'",
+        ),
+        (_with_a_pointer_as_graph, ModelWeightsMissing, "model.xml is a pointer of Git LFS"),
+        (_with_a_huge_graph, ModelFileInvalid, "it is larger than 64.0 MiB"),
         (_with_half_of_its_weights, ModelError, "OpenVINO"),
         (_with_half_of_its_graph, ModelUnsupported, "OpenVINO refuses its graph"),
         (_with_no_graph_inside, ModelUnsupported, "OpenVINO|graph"),
