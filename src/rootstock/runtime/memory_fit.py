@@ -1,11 +1,12 @@
-"""Memory and context that the options ask for, checked before the weights are read, which takes minutes.
+"""Options that a runtime does not have, and memory and context that the options ask for: checked before the weights
+are read, which takes minutes.
 
 The runtimes estimate the weights' bytes, each by its library's means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rootstock.cache.families import Family
@@ -39,6 +40,15 @@ class WeightBytes:
     resident: int  # after loading, without adapters
     converted: int  # private copies during loading: tensors of another dtype; the others stay mapped files
     adapters: int = 0  # of LoRA adapters, which are loaded last and never quantized
+
+
+def refuse_options(runtime: str, options: Iterable[tuple[str, object, object, str]]) -> None:
+    """Raises InvalidOption for an option that the runtime does not have. Each has a name, a value, the value that the
+    runtime takes (None or False: the option is omitted), and the reason."""
+    for name, value, taken, reason in options:
+        if value != taken:
+            what = taken if isinstance(taken, str) else "omitted"
+            raise InvalidOption(name, value, f"{what} with the {runtime} runtime: {reason}")
 
 
 def refuse_beyond(

@@ -29,6 +29,7 @@ from rootstock.runtime.memory_fit import (
     refuse_beyond_limit,
     refuse_hopeless_budget,
     refuse_longer_context,
+    refuse_options,
 )
 from rootstock.runtime.mlx.adapters import MlxAdapters
 from rootstock.runtime.mlx.checkpoint import MODELOPT_CONFIG, MlxCheckpoint, read_checkpoint
@@ -80,7 +81,7 @@ def load_model(
 ) -> MlxRuntime:
     """Loads a model from a directory or the Hub and self-checks it. The runtime is ready for `allocate`.
 
-    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
+    `directory`: the result of `locate_model`, if it was already called. Raises InvalidOption or ModelError.
     """
     demands = demands or Demands()
     report = progress or (lambda stage, done: None)
@@ -192,21 +193,14 @@ def _describe(
 
 def _refuse_options(config: ModelConfig) -> None:
     """Raises InvalidOption for options that the MLX runtime does not have."""
-    if config.trust_remote_code:
-        raise InvalidOption(
-            "--trust-remote-code", True, "omitted: the MLX runtime runs no code of a checkpoint"
-        )
-    if config.threads is not None:
-        raise InvalidOption("--threads", config.threads, "omitted: MLX chooses its threads itself")
-    if config.cuda_graphs:
-        raise InvalidOption("--cuda-graphs", True, "omitted: the MLX runtime has no CUDA graphs")
-    if config.attention != "auto":
-        raise InvalidOption(
-            "--attention", config.attention, "auto: the MLX runtime chooses its kernel itself"
-        )
-    if config.state_dtype != "auto":
-        remedy = "auto: the MLX runtime keeps recurrent states as the model computes them"
-        raise InvalidOption("--state-dtype", config.state_dtype, remedy)
+    options = (
+        ("--trust-remote-code", config.trust_remote_code, False, "it runs no code of a checkpoint"),
+        ("--threads", config.threads, None, "MLX chooses its threads itself"),
+        ("--cuda-graphs", bool(config.cuda_graphs), False, "it has no CUDA graphs"),
+        ("--attention", config.attention, "auto", "it chooses its kernel itself"),
+        ("--state-dtype", config.state_dtype, "auto", "it keeps recurrent states as the model computes them"),
+    )  # fmt: skip
+    refuse_options("MLX", options)
 
 
 @contextlib.contextmanager

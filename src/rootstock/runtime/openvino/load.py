@@ -29,6 +29,7 @@ from rootstock.runtime.memory_fit import (
     refuse_beyond_limit,
     refuse_hopeless_budget,
     refuse_longer_context,
+    refuse_options,
 )
 from rootstock.runtime.model_config import CONTEXT_NAMES, context_limit, declared_positions, eos_token_ids
 from rootstock.runtime.model_files import (
@@ -265,25 +266,18 @@ def _refuse_options(config: ModelConfig, demands: Demands) -> None:
     if demands.block_size != PAGE_TOKENS:
         remedy = f"{PAGE_TOKENS}: the OpenVINO runtime has blocks of {PAGE_TOKENS} tokens"
         raise InvalidOption("--block-size", demands.block_size, remedy)
-    refused = (
+    adapter = config.adapters[0].name if config.adapters else None
+    options = (
         ("--trust-remote-code", config.trust_remote_code, False, "it runs no code of a checkpoint"),
         ("--cuda-graphs", bool(config.cuda_graphs), False, "it computes on CPUs"),
         ("--attention", config.attention, "auto", "its attention is OpenVINO's"),
         ("--state-dtype", config.state_dtype, "auto", "it keeps states as the graph computes them"),
         ("--quantize", config.quantize, "none", "weights are quantized at the export, to int8 or int4"),
+        ("--adapter", adapter, None, "its graphs take no adapters"),
     )  # fmt: skip
-    for name, found, without, reason in refused:
-        if found != without:
-            what = "omitted" if without is False else without
-            raise InvalidOption(name, found, f"{what} with the OpenVINO runtime: {reason}")
+    refuse_options("OpenVINO", options)
     if config.dtype not in ("auto", *_TYPES):
         raise InvalidOption("--dtype", config.dtype, "auto, float32 or bfloat16 with the OpenVINO runtime")
-    if config.adapters:
-        raise InvalidOption(
-            "--adapter",
-            config.adapters[0].name,
-            "omitted with the OpenVINO runtime: its graphs take no adapters",
-        )
 
 
 def _refuse_device(device: str) -> None:
