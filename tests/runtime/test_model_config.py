@@ -39,6 +39,14 @@ def test_a_regime_of_one_layer_kind_counts(config: Any) -> None:
             },
             (64, "longrope<=64"),
         ),
+        (
+            {
+                "max_position_embeddings": 512,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "su"},
+            },
+            (64, "longrope<=64"),
+        ),
         ({"rope_scaling": "dynamic"}, (1 << 20, "")),
     ],
 )

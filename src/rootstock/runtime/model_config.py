@@ -43,6 +43,7 @@ def context_limit(config: Any, changing: Collection[str] = CHANGING_ROPE) -> tup
     regimes = []
     for parameters in _rope_parameters(config):
         kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+        kind = "longrope" if kind == "su" else kind  # its first name, in the first files of Phi-3
         if not any(each in kind for each in changing):
             continue
         if kind == "longrope":
