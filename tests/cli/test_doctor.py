@@ -91,6 +91,32 @@ def test_a_machine_without_torch_can_serve_by_mlx(rootstock: Run, monkeypatch: p
     assert runtime_of(rootstock).value == "mlx: torch is not installed"
 
 
+@pytest.mark.parametrize(
+    ("installed", "asked", "runtime", "has_graphs"),
+    [
+        (
+            ("openvino",),
+            "auto",
+            "openvino: no other runtime is installed, and it serves its graphs only",
+            True,
+        ),
+        (("openvino",), "openvino", "openvino: --runtime is openvino", True),
+        (("torch", "openvino"), "auto", "torch: MLX is for Apple Silicon", True),
+        (("torch", "openvino"), "torch", "torch: --runtime is torch", False),
+        (("torch",), "auto", "torch: MLX is for Apple Silicon", False),
+    ],
+)
+def test_openvino_is_told_with_the_models_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], asked: str, runtime: str, has_graphs: bool
+) -> None:
+    pytest.importorskip("openvino")
+    for module in (select, doctor):
+        monkeypatch.setattr(module, "is_installed", lambda runtime: runtime in installed)
+    found = {each.name: each.value for each in doctor._runtime(asked)}
+    assert found[f"runtime (--runtime {asked})"] == runtime
+    assert ("on the CPU, in " in found.get("models with openvino_model.xml", "")) == has_graphs
+
+
 def test_a_machine_without_a_runtime_is_told_the_command_that_installs_one(
     rootstock: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

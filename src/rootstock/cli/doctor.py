@@ -133,6 +133,11 @@ def _runtime(asked: str) -> Iterator[Finding]:
     elif chosen.runtime == "torch":
         yield from _torch_device()
         yield from _torch_kernels()
+    if asked in ("auto", "openvino") and is_installed("openvino"):
+        from rootstock.runtime.openvino.load import native_dtype
+
+        graphs = f"served by OpenVINO on the CPU, in {native_dtype()} (--dtype auto)"
+        yield Finding("models with openvino_model.xml", graphs)
 
 
 def _mlx_device() -> Iterator[Finding]:
