@@ -1,7 +1,8 @@
 """M1: agents over HTTP, Llamas and a hybrid, against the servers that a user would pick on a CPU.
 
 Agents with one system prompt of 2,048 words (a word is a token), some turns of 16 to 160 new words, 64 tokens out.
-All sides have the same weights in bfloat16, tokenizer and chat template; all answers are greedy and have 64 tokens.
+All sides have the same weights, tokenizer and chat template; all answers are greedy and have 64 tokens. The weights
+are in bfloat16, which OpenVINO's exporter converts to float16.
 
   ours        `rootstock serve`, defaults but for dtype, threads and the memory of its cache
   vllm        vLLM's build for CPUs with prefix caching: the better one of its threads on all processors, and of one
@@ -22,6 +23,7 @@ peer, and a ratio is the peer's wall time by the mean of the two.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -75,14 +77,16 @@ def interpreter(peer: str, given: str | None) -> str:
 
 
 def exported(python: str, path: Path) -> Path:
-    """Returns a directory with OpenVINO's graph of a model, which it makes once."""
-    graph = path.with_suffix(".openvino")
+    """Returns a directory with OpenVINO's graph of a model, which it makes once. An export that fails leaves none."""
+    graph, partial = path.with_suffix(".openvino"), path.with_suffix(".partial")
     if not graph.exists():
+        shutil.rmtree(partial, ignore_errors=True)
         command = [str(Path(python).with_name("optimum-cli")), "export", "openvino", "-m", str(path)]
-        command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(graph)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise PeerUnavailable(f"it is not exported: {done.stderr.strip().splitlines()[-1]}")
+        partial.rename(graph)
     return graph
 
 
