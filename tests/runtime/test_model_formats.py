@@ -17,6 +17,7 @@ from rootstock.runtime.model_files import locate, weight_files
 from rootstock.runtime.model_formats import (
     Quantization,
     foreign_format,
+    has_graph,
     quantization_of,
     quantization_of_tensors,
 )
@@ -143,6 +144,15 @@ def test_a_graph_without_its_configuration_lacks_only_that(tmp_path: Path) -> No
     write(tmp_path, ("config.json",))
     with pytest.raises(ModelUnsupported, match=r"serve it with --runtime openvino \(pip install"):
         find(tmp_path)
+
+
+@pytest.mark.parametrize("bin", [False, True])
+@pytest.mark.parametrize("others", [(), ("model.safetensors",), ("a-00001-of-00002.safetensors",)])
+@pytest.mark.parametrize("beside", [(), ("modules.json",), ("README.md", "onnx/model.onnx")])
+def test_a_graph_that_makes_text(bin: bool, others: tuple[str, ...], beside: tuple[str, ...]) -> None:
+    names = ("openvino_model.xml", *(["openvino_model.bin"] if bin else []), *others, *beside)
+    assert has_graph(names) == ((bin or not others) and "modules.json" not in beside)
+    assert not has_graph(names[1:])
 
 
 def test_the_base_model_of_an_adapter_is_named_and_bounded(tmp_path: Path) -> None:
