@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import filter_repo_objects
 
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelError, ModelUnsupported, ModelWeightsMissing, StartupError
@@ -18,6 +18,7 @@ from rootstock.runtime import select
 from rootstock.runtime.model_files import names_here
 from rootstock.runtime.select import choose_runtime, locate_model
 
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 GRAPH = {"openvino_model.xml", "openvino_model.bin"}
 SHARDS = {"model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"}
 BESIDE = {"README.md", "onnx/model.onnx", "openvino_tokenizer.xml", "pytorch_model.bin"}
@@ -36,54 +37,84 @@ INSTALLED = [
 
 
 class FakeHub:
-    """Repository on the Hub, and its snapshot on this machine."""
+    """The Hub with one repository, over HTTP, and the snapshot of it on this machine."""
 
-    def __init__(self, folder: Path, names: set[str]) -> None:
-        self.folder = folder
+    def __init__(self, cache: Path, names: set[str]) -> None:
+        self.snapshot = cache / "models--maker--model" / "snapshots" / COMMIT
         self.names = {*names, *TEXT}
-        self.answers = True
+        hub = self
 
-    def snapshot_download(
-        self, model: str, allow_patterns: Sequence[str] = (), local_files_only: bool = False
-    ) -> str:
-        if local_files_only or not self.answers:
-            if not self.folder.exists():
-                raise LocalEntryNotFoundError("it is not here")
-            return str(self.folder)
-        for name in filter_repo_objects(sorted(self.names), allow_patterns=list(allow_patterns)):
-            file = self.folder / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-            file.write_text(json.dumps({"weight_map": weights} if "index" in name else {}))
-        return str(self.folder)
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if "/resolve/" in path:
+                    content, etag = hub.content(path.rpartition(f"{COMMIT}/")[2]), path
+                else:
+                    content, etag = json.dumps(hub.listing() if "/tree/" in path else hub.info()).encode(), ""
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Type", "application/json")
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("ETag", f'"{etag.rpartition("/")[2]}"')
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(content)
 
-    def list_repo_files(self, model: str) -> list[str]:
-        if not self.answers:
-            raise OfflineModeIsEnabled
-        return sorted(self.names)
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+
+    def info(self) -> dict[str, Any]:
+        return {"id": "maker/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.names]}
+
+    def listing(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "file", "path": name, "size": len(self.content(name)), "oid": name.replace("/", "-")}
+            for name in self.names
+        ]
+
+    @staticmethod
+    def content(name: str) -> bytes:
+        weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+        return json.dumps({"weight_map": weights} if "index" in name else {}).encode()
 
     def fetched(self) -> set[str]:
-        return {
-            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
-        } - TEXT
+        found = (path for path in self.snapshot.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.snapshot)) for path in found} - TEXT
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 Make = Callable[..., FakeHub]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes the Hub one with a repository, and this machine one with the given runtimes installed."""
+    made: list[FakeHub] = []
 
     def make(names: set[str], installed: Sequence[str]) -> FakeHub:
-        made = FakeHub(tmp_path / "snapshot", names)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
-        monkeypatch.setattr("huggingface_hub.list_repo_files", made.list_repo_files)
+        made.append(FakeHub(tmp_path, names))
+        address = f"http://127.0.0.1:{made[0].server.server_port}"
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(select, "is_installed", lambda runtime: runtime in installed)
         monkeypatch.setattr(select, "is_apple_silicon", lambda: False)
-        return made
+        return made[0]
 
-    return make
+    yield make
+    for one in made:
+        one.close()
 
 
 def find(**options: Any) -> Path:
@@ -151,7 +182,7 @@ def test_a_snapshot_is_served_while_the_hub_does_not_answer(hub: Make, kind: str
     repository = hub(REPOSITORIES[kind], ("torch", "openvino"))
     assert names_here("maker/model") is None
     first = find()
-    repository.answers = False
+    repository.close()
     assert find() == first
     chosen = choose_runtime("auto", names=names_here("maker/model")).runtime
     assert chosen == ("torch" if kind == "safetensors" else "openvino")

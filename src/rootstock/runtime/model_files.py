@@ -97,7 +97,8 @@ def names_here(model: str) -> list[str] | None:
         if not path.is_dir():
             from huggingface_hub import snapshot_download
 
-            path = Path(snapshot_download(model, local_files_only=True))
+            # With all patterns it would be refused, because weights of other formats are missing.
+            path = Path(snapshot_download(model, allow_patterns=[CONFIG], local_files_only=True))
     except (OSError, ValueError, RuntimeError):
         return None
     return names_in(path)
@@ -199,12 +200,12 @@ def _fetched(
 
 def _names_on_hub(model: str) -> list[str]:
     """Returns the names in a repository on the Hub: none if it does not answer."""
-    from huggingface_hub import list_repo_files
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi
 
     try:
-        return list(list_repo_files(model))
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        # One request. A listing of the repository's tree is tried for half a minute if the Hub cannot be reached.
+        return [file.rfilename for file in HfApi().model_info(model).siblings or ()]
+    except Exception:  # the Hub's client has its own kinds, and the download has reported them
         return []
 
 
