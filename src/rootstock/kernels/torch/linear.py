@@ -10,6 +10,8 @@ product.
   Packed for many rows, it loses nothing at one row, so the hint is many. The exception is weights of few outputs
   (640): packed for many rows they take 1.2 to 1.5 of the time at 400 to 600 rows; packed for one row 0.8 to 1.1 (1.25
   at 513), and a tenth more at one row. Their hint is one row.
+- bfloat16 by AVX512-BF16: up to three rows are multiplied by Rootstock's own loops, which read oneDNN's layout in
+  place (kernels/cpu/packed_products.py), in .5 to .8 of oneDNN's time.
 - float32: packed weights of oneDNN and MKL win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9). `F.linear`
   multiplies float32 weights, and every other dtype and device. The weights of several layers then lie in one tensor.
 
@@ -20,10 +22,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # this module imports Numba, which may be missing
+    from rootstock.kernels.cpu.packed_products import FewRows
 
 _ROWS_HINT, _FEW_OUTPUTS = 512, 1024
 
@@ -108,6 +113,14 @@ class Plain:
         return self.weight
 
 
+def _for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewRows | None:
+    try:
+        from rootstock.kernels.cpu.packed_products import for_few_rows
+    except ImportError:  # Numba is missing
+        return None
+    return for_few_rows(packed, weight, bias)
+
+
 class Prepacked:
     """Linear layer with a weight in oneDNN's layout. It equals `F.linear`: the same products, summed in float32."""
 
@@ -117,12 +130,16 @@ class Prepacked:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
         self._bias = None if bias is None else bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self.few_rows = _for_few_rows(self._packed, weight, bias)
 
     @property
     def nbytes(self) -> int:
         return self.out_features * self.in_features * self._packed.element_size() + nbytes_of(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        few_rows = self.few_rows
+        if few_rows is not None and 0 < x.numel() <= few_rows.most_numbers:
+            return few_rows(x)
         product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
         return product
 
