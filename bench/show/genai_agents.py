@@ -2,8 +2,8 @@
 
     PYTHON genai_agents.py GRAPH THREADS KV_PRECISION < conversations.json
 
-Needs an interpreter with openvino-genai only. The input is one list of loads; a load is a list of conversations, and a
-conversation {"prefix": text, "turns": [{"new": text, "answer_tokens": n}, …]}. The next turn follows the last answer.
+Needs an interpreter with openvino-genai only. The input is one list of loads; a load is a list of conversations, and
+a conversation {"prefix": text, "turns": [{"new": text, "answer_tokens": n}, …]}. Each turn follows the last answer.
 Prints one line of JSON: for each load, `wall_s`, and for each request when it was sent, when each of its tokens came,
 and the length of its prompt.
 """

@@ -51,7 +51,7 @@ LATENT_HEADS = 32
 SERIAL_BYTES = 64 << 10  # bytes of K and V to read, below which threads cost more than they save
 PAGE_BYTES = 4096
 LEAST_ITEM = 128  # positions: short enough that two threads share a short context
-# Most decodes that read an item together: K and V are read a sixteenth as often, and enough items are left for threads.
+# Most decodes that read an item together. More would leave too few items for threads.
 MOST_READERS = 16
 
 

@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 from rootstock.kernels.cpu import amx_tiles
 from rootstock.kernels.cpu.compiler import (
     c_function,
-    cgutils,
     compiled,
     fetch_add,
-    intrinsic,
     nb,
     pointer_to,
-    types,
 )
 from rootstock.kernels.cpu.decode_loops import JOB, LOWEST, arrays_of, attend, claim, end_item, scratch_of
 from rootstock.kernels.cpu.pair_products import (

@@ -2,6 +2,6 @@
 
 import os
 
-# Weights lie in pages of 2 MiB then, if the system has such pages for who asks (Linux: transparent_hugepage=madvise). A
-# decode step, which reads all weights, takes 4 to 8 % less time. Torch reads the variable when it first allocates.
+# Weights lie in pages of 2 MiB then, if the system has them for programs that ask (Linux: transparent_hugepage is
+# madvise). A decode step, which reads all weights, takes 4 to 8 % less time. Torch reads this at its first use.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
