@@ -20,7 +20,7 @@ class RandomMixer(ABC):
     """Random mixer: weights, a pool of states, and rows of projections."""
 
     channels: int
-    state_shape: tuple[int, int, int]
+    state_shape: tuple[int, ...]
     width: int
     conv_weight: Tensor  # [channels, kernel]
     conv_bias: Tensor | None

@@ -67,6 +67,7 @@ __all__ = [
     "nb",
     "pointer_to",
     "sigmoid",
+    "softplus",
     "types",
     "widen",
 ]
@@ -248,6 +249,23 @@ def sigmoid(x: Any) -> Any:
     # 1 / (1 + e^-|x|) cannot overflow; for x < 0 the quotient is e^-|x| / (1 + e^-|x|).
     small = exp(-abs(x))
     return (np.float32(1) if x >= 0 else small) / (np.float32(1) + small)
+
+
+@_inlined_exactly
+def softplus(x: Any) -> Any:
+    """Computes ln(1 + e^x) in float32, in vectors, to about 4 units in the last place, also where it is tiny."""
+    # ln(1 + u) = 2 artanh s with s = u / (2 + u) ≤ 1/3, by the series s + s³/3 + s⁵/5 + …
+    u = exp(-abs(x))
+    s = u / (np.float32(2) + u)
+    square = s * s
+    p = np.float32(1 / 13)
+    p = p * square + np.float32(1 / 11)
+    p = p * square + np.float32(1 / 9)
+    p = p * square + np.float32(1 / 7)
+    p = p * square + np.float32(1 / 5)
+    p = p * square + np.float32(1 / 3)
+    p = p * square + np.float32(1)
+    return max(x, np.float32(0)) + np.float32(2) * s * p
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -105,6 +105,10 @@ class RecurrentLoops(ABC):
     def _accepts(self, rows: Tensor, states: Tensor) -> bool:
         """Returns whether the shapes are those that the loops were made for."""
 
+    def _prepare(self, phase: int, rows: Tensor) -> None:
+        """Prepares the job for a phase. Loops with linear layers inside compute these here."""
+        self._set(phase=phase)
+
     def __call__(self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor) -> None:
         """Computes the new rows of all sequences of a step, and changes their states in place.
 
@@ -133,7 +137,7 @@ class RecurrentLoops(ABC):
         job["states"], job["slots"], job["out"] = states.data_ptr(), len(states), out.data_ptr()
         function = _compiled(self._entry_points[rows.dtype, states.dtype], self._jobs.dtype)
         for phase in range(self._phases):
-            job["phase"] = phase
+            self._prepare(phase, rows)
             self._claimed[:] = 0
             run_on_threads(function, self._jobs.ctypes.data, threads)
 
@@ -148,11 +152,21 @@ _scratch = threading.local()
 
 
 def scratch_at(floats: int) -> int:
-    """Returns the address of scratch memory of so many float32, valid until the calling thread's next call.
+    """Returns the address of scratch memory of so many float32, valid until the calling thread's next call."""
+    return _scratch_memory("of threads", floats).data_ptr()
 
-    The mixers of a model run one after the other and share it. Another model may run on another thread.
-    """
-    memory: torch.Tensor | None = getattr(_scratch, "memory", None)
+
+def scratch_rows(name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns scratch [rows, width], valid until the calling thread's next call with that name."""
+    memory = _scratch_memory(name, -(-rows * width * dtype.itemsize // 4))
+    return memory.view(dtype)[: rows * width].view(rows, width)
+
+
+def _scratch_memory(name: str, floats: int) -> Tensor:
+    """Returns memory of at least so many float32. The mixers of a model run one after the other and share it. Another
+    model may run on another thread."""
+    memory: Tensor | None = getattr(_scratch, name, None)
     if memory is None or len(memory) < floats:
-        memory = _scratch.memory = torch.empty(floats, dtype=torch.float32)
-    return memory.data_ptr()
+        memory = torch.empty(floats, dtype=torch.float32)
+        setattr(_scratch, name, memory)
+    return memory

@@ -96,6 +96,10 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
         ("falcon_h1", 3, 0),  # its layers have a mixer beside attention
         ("lfm2", 2, 4),
         ("lfm2_moe", 2, 4),
+        ("lfm3", 3, 0),
+        ("mamba", 3, 0),
+        ("falcon_mamba", 3, 0),
+        ("jamba", 2, 4),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,7 +107,8 @@ def test_recurrent_mixers_are_fused(model_type: str, mixers: int, layers: int, d
     runtime = loaded(model_type, dtype)
     forms = Counter(type(module.forward) for module in runtime._model.modules() if is_fused(module))
     assert (forms[FusedRecurrence], forms[FusedLayer]) == (mixers, layers)
-    assert runtime.description.mode_reason == ""
+    described = runtime.description
+    assert described.mode_reason == "" or described.execution_mode == "packed, token-wise mixers"
 
 
 def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -152,6 +157,36 @@ def test_a_mixer_that_computes_something_else_is_not_fused(
     parts = fused(model).parts
     assert "model.layers.1.linear_attn" not in parts
     assert "model.layers.0.linear_attn" in parts
+
+
+def doubled(parameter: str) -> Callable[[nn.Module], None]:
+    """Returns a change of a mixer's formula: its forward doubles a parameter while it runs."""
+
+    def change(mixer: nn.Module) -> None:
+        own = type(mixer).forward
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            weight = self.get_parameter(parameter)
+            with torch.no_grad():
+                weight.mul_(2)
+                given = own(self, *args, **kwargs)
+                weight.div_(2)
+            return given
+
+        mixer.__class__ = type(type(mixer).__name__, (type(mixer),), {"forward": forward})
+
+    return change
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "jamba"])
+@pytest.mark.parametrize("parameter", ["A_log", "D", "dt_proj.bias", "in_proj.weight", "conv1d.weight"])
+def test_a_scan_by_another_formula_is_not_fused(model_type: str, parameter: str) -> None:
+    model = model_of(model_type)
+    layers = (model.backbone if hasattr(model, "backbone") else model.model).layers
+    mixers = [layer.get_submodule("mixer" if hasattr(layer, "mixer") else "mamba") for layer in layers[::2]]
+    doubled(parameter)(mixers[0])
+    fused(model)
+    assert [is_fused(mixer) for mixer in mixers[:2]] == [False, True]
 
 
 @pytest.mark.parametrize("part", ["recurrent", "conv"])
@@ -254,6 +289,9 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
         ("falcon_h1", 2e-4),
         ("granitemoehybrid", 2e-4),
         ("lfm2", 2e-4),
+        ("mamba", 2e-4),
+        ("falcon_mamba", 2e-4),
+        ("jamba", 1e-3),
     ],
 )
 def test_fused_or_not_the_logits_are_the_same(

@@ -42,6 +42,7 @@ from rootstock.runtime.torch.fusion.modules import (
     ProjectionHeads,
 )
 from rootstock.runtime.torch.fusion.recurrences import FindParts, FusedRecurrence, agreeing
+from rootstock.runtime.torch.fusion.selective_scans import selective_scans
 from rootstock.runtime.torch.fusion.state_spaces import state_spaces
 from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark, runs_alone
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
@@ -55,7 +56,7 @@ _LARGER = 16.0  # large enough to show clipping and saturation
 # Small enough that a layer's part of the hidden states is not lost in the rounding of their sum.
 _SMALLER = 1 / 256
 
-_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces, gated_convolutions)
+_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces, selective_scans, gated_convolutions)
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -110,7 +111,9 @@ class _Fuser:
         taken: set[nn.Linear] = set()
         for part in self._parts.values():
             of_part: tuple[Projection, ...] = ()
-            if isinstance(part, FusedAttention | FusedRecurrence):
+            if isinstance(part, FusedRecurrence):
+                of_part = part.inputs, *part.inside, part.output
+            elif isinstance(part, FusedAttention):
                 of_part = part.inputs, part.output
             elif isinstance(part, FusedMLP):
                 of_part = part.gate_up, part.down
