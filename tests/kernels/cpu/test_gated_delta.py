@@ -36,16 +36,26 @@ class DeltaNet(RandomMixer):
     states_scale = 0.3
 
     def __init__(
-        self, keys: int, group: int, key_dim: int, value_dim: int, kernel: int = 4, *, by_heads: bool = True
+        self,
+        keys: int,
+        group: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int = 4,
+        *,
+        by_heads: bool = True,
+        by_channel: bool = False,
+        least_decay: float = 0.0,
     ) -> None:
         self.heads = heads = DeltaNetHeads(keys, keys * group, key_dim, value_dim)
-        widths = (key_dim, key_dim, group * value_dim, group * value_dim, group, group)
+        of_steps = group * key_dim if by_channel else group
+        widths = (key_dim, key_dim, group * value_dim, group * value_dim, group, of_steps)
         if by_heads:  # each key head's parts are side by side
             columns = [Columns(at, sum(widths)) for at in itertools.accumulate((0, *widths[:-1]))]
         else:
             at = itertools.accumulate((0, *(keys * width for width in widths[:-1])))
             columns = [Columns(first, width) for first, width in zip(at, widths, strict=True)]
-        self.columns, self.width = DeltaNetColumns(*columns), keys * sum(widths)
+        self.columns, self.width = DeltaNetColumns(keys * sum(widths), *columns), keys * sum(widths)
         self.channels, self.state_shape = heads.channels, (heads.values, key_dim, value_dim)
         torch.manual_seed(keys + group + key_dim)
         self.conv_weight = torch.randn(heads.channels, kernel) * 0.5
@@ -54,10 +64,12 @@ class DeltaNet(RandomMixer):
             conv=self.conv_weight,
             conv_bias=self.conv_bias,
             decay=-2 * torch.rand(heads.values),
-            time_bias=torch.randn(heads.values),
+            time_bias=torch.randn(heads.values, key_dim) if by_channel else torch.randn(heads.values),
             norm=torch.rand(value_dim) + 0.5,
             eps=1e-6,
             strength=2.0 if group == 3 else 1.0,
+            least_decay=least_decay,
+            sigmoid_gate=by_channel,
         )
 
     def loops(self) -> GatedDeltaLoops:
@@ -95,14 +107,18 @@ class DeltaNet(RandomMixer):
 
         query, key = unit(query) / heads.key_dim**0.5, unit(key)
         value = value.view(new, heads.values, heads.value_dim)
-        decay = torch.exp(
-            weights.decay.double() * F.softplus(part(columns.time_step, group) + weights.time_bias.double())
-        )
+        bias = weights.time_bias.double().view(heads.values, -1)
+        steps = part(columns.time_step, group * bias.shape[1]).view(new, heads.values, -1) + bias
+        rates = weights.decay.double()[:, None]
+        if weights.least_decay:
+            decay = torch.exp(weights.least_decay * torch.sigmoid(-rates * steps))
+        else:
+            decay = torch.exp(rates * F.softplus(steps, threshold=50))
         strength = weights.strength * torch.sigmoid(part(columns.strength, group))
         carried = state.double() if continues else torch.zeros_like(state, dtype=torch.float64)
         results = []
         for t in range(new):
-            carried = carried * decay[t][:, None, None]
+            carried = carried * decay[t][..., None]
             expected = (carried * key[t][..., None]).sum(1)
             change = (value[t] - expected) * strength[t][:, None]
             carried = carried + key[t][..., None] * change[:, None]
@@ -110,7 +126,8 @@ class DeltaNet(RandomMixer):
         read = torch.stack(results)
         read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.double()
         gate = part(columns.gate, group * heads.value_dim).view_as(read)
-        return (read * F.silu(gate)).flatten(1), kept, carried
+        gate = torch.sigmoid(gate) if weights.sigmoid_gate else F.silu(gate)
+        return (read * gate).flatten(1), kept, carried
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
@@ -121,6 +138,17 @@ def test_sequences_of_any_length_are_computed_and_their_states_kept(
     heads: tuple[int, int, int, int], by_heads: bool, dtype: torch.dtype, states: torch.dtype
 ) -> None:
     compute_sequences_of_any_length(DeltaNet(*heads, by_heads=by_heads), dtype, states, TOLERANCE)
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("least_decay", [0.0, -5.0])
+@pytest.mark.parametrize("heads", HEADS)
+def test_each_key_channel_may_have_a_decay(
+    heads: tuple[int, int, int, int], least_decay: float, dtype: torch.dtype, states: torch.dtype
+) -> None:
+    mixer = DeltaNet(*heads, by_channel=True, least_decay=least_decay)
+    compute_sequences_of_any_length(mixer, dtype, states, TOLERANCE)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])
@@ -142,10 +170,12 @@ def test_a_state_keeps_the_inputs_that_a_short_piece_leaves(kernel: int, kept: i
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("by_channel", [False, True])
 def test_chunks_mates_and_threads_change_no_bit(
-    cuts: tuple[int, ...], threads: int, monkeypatch: pytest.MonkeyPatch
+    by_channel: bool, cuts: tuple[int, ...], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute_in_pieces_beside_mates(DeltaNet(3, 2, 64, 48), cuts, threads, monkeypatch)
+    mixer = DeltaNet(3, 2, 64, 48, by_channel=by_channel)
+    compute_in_pieces_beside_mates(mixer, cuts, threads, monkeypatch)
 
 
 @pytest.mark.parametrize(("values", "kernel"), [(5, 4), (4, 1), (4, 65)])

@@ -52,7 +52,7 @@ class SelectiveScan(RandomMixer):
         self, rows: Tensor, conv: Tensor, state: Tensor, *, continues: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights, state_dim = self.weights, self.state_shape[1]
-        inputs, gate = rows.double().split(self.channels, -1)
+        inputs, gate = rows.double().chunk(2, -1)
         mixed, kept = self.convolved(inputs, conv, continues=continues)
         steps, parameters = (part.double() for part in self.project(mixed.to(rows.dtype)))
         x, steps = mixed.to(rows.dtype).double(), F.softplus(steps, threshold=50)

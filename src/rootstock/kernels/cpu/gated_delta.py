@@ -5,6 +5,8 @@ key k, query q, value v, decay a and strength b changes it to
 
     S ← a · S + k (b · (v - a · Sᵀk))ᵀ        and gives        Sᵀq
 
+Kimi's delta rule (arXiv 2510.26692) has a decay for each key channel: a · S is then diag(a) S.
+
 Each token is computed after the one before it, also in a prefill: 32 columns of a state stay in the processor's first
 cache while all tokens of a piece pass over them, which takes a fraction of the time of the linear layers around. A
 row's bits therefore depend neither on the chunks of its prompt nor on other sequences or threads. Forms that multiply
@@ -16,6 +18,7 @@ slots in the pool and writes them there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +31,14 @@ from rootstock.kernels.cpu.compiler import (
     cgutils,
     compiled,
     compiled_exactly,
+    exp,
     fetch_add,
     intrinsic,
     narrow,
     nb,
     pointer_to,
     sigmoid,
+    softplus,
     types,
     widen,
 )
@@ -61,6 +66,13 @@ JOB = np.dtype(
         ("value_dim", "i8"),
         # First column of a key head's share of the rows, and the distance to the next key head's, for each part:
         *((f"{part}_{place}", "i8") for part in "qkvzba" for place in ("at", "step")),
+        ("gates", "i8"),  # address of [row_count, gate_width] for part z
+        ("gate_width", "i8"),
+        ("time_steps", "i8"),  # address of [row_count, time_step_width] for part a
+        ("time_step_width", "i8"),
+        ("by_channel", "i8"),  # whether each key channel has a decay
+        ("sigmoid_gate", "i8"),  # the gate is sigmoid(z), else silu(z)
+        ("least_decay", "f4"),  # logarithm of the least decay; 0: there is none
         ("strength", "f4"),  # factor of b
         ("eps", "f4"),  # of the norm
     ]
@@ -72,18 +84,28 @@ JOB = np.dtype(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _delta_step(
-    typing: Any, tile: Any, key: Any, query: Any, value: Any, out: Any, numbers: Any, dim: Any
+    typing: Any,
+    tile: Any,
+    key: Any,
+    query: Any,
+    decay: Any,
+    decayed: Any,
+    value: Any,
+    out: Any,
+    strength: Any,
+    dim: Any,
 ) -> Any:
     """Computes one token for 32 columns of a state.
 
     tile            address of [dim, 32] float32, changed in place; `dim` is even
     key, query      addresses of [dim] float32
+    decay, decayed  addresses of [dim] float32: a, and a · k
     value, out      addresses of [32] float32
-    numbers         address of the decay and the strength, float32
+    strength        float32
     """
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        tile, key, query, value, out, numbers, dim = given
+        tile, key, query, decay, decayed, value, out, strength, dim = given
         half = builder.lshr(dim, I64(1))
         zero = ir.Constant(FLOATS, [0.0] * LANES)
 
@@ -104,12 +126,12 @@ def _delta_step(
         def sum_of(parts: list[Any], vector: int) -> Any:
             return builder.fadd(builder.load(parts[vector]), builder.load(parts[2 + vector]))
 
-        decay, strength = number(numbers, I64(0)), number(numbers, I64(1))
+        strengths = splat(builder, strength)
         seen = totals()
         with cgutils.for_range(builder, half, intp=I64) as loop:
             for odd in range(2):
                 row = builder.add(builder.shl(loop.index, I64(1)), I64(odd))
-                k = number(key, row)
+                k = number(decayed, row)
                 for vector in range(2):
                     total = seen[2 * odd + vector]
                     state = load(builder, place(row, vector))
@@ -117,16 +139,15 @@ def _delta_step(
         deltas = []
         for vector in range(2):
             own = load(builder, builder.add(value, I64(vector * 4 * LANES)))
-            expected = builder.fmul(sum_of(seen, vector), decay)
-            deltas.append(builder.fmul(builder.fsub(own, expected), strength))
+            deltas.append(builder.fmul(builder.fsub(own, sum_of(seen, vector)), strengths))
         read = totals()
         with cgutils.for_range(builder, half, intp=I64) as loop:
             for odd in range(2):
                 row = builder.add(builder.shl(loop.index, I64(1)), I64(odd))
-                k, q = number(key, row), number(query, row)
+                k, q, a = (number(vector, row) for vector in (key, query, decay))
                 for vector in range(2):
                     total = read[2 * odd + vector]
-                    kept = builder.fmul(load(builder, place(row, vector)), decay)
+                    kept = builder.fmul(load(builder, place(row, vector)), a)
                     state = add_product(builder, kept, k, deltas[vector])
                     store(builder, state, place(row, vector))
                     builder.store(add_product(builder, builder.load(total), state, q), total)
@@ -134,8 +155,7 @@ def _delta_step(
             store(builder, sum_of(read, vector), builder.add(out, I64(vector * 4 * LANES)))
         return context.get_dummy_value()
 
-    addresses = (types.int64,) * 7
-    return types.void(*addresses), generate
+    return types.void(*(types.int64,) * 7, types.float32, types.int64), generate
 
 
 # ---- parts of a task
@@ -148,10 +168,27 @@ def _scale(row: Any, factor: Any) -> None:
 
 
 @compiled_exactly
-def _norm_and_gate(row: Any, scale: Any, weight: Any, gate: Any, out: Any) -> None:
+def _norm_and_gate(row: Any, scale: Any, weight: Any, gate: Any, is_sigmoid: Any, out: Any) -> None:
     for i in range(out.shape[0]):
         z = widen(gate[i])
-        out[i] = narrow(row[i] * scale * weight[i] * (z * sigmoid(z)), out)
+        out[i] = narrow(row[i] * scale * weight[i] * ((np.float32(1) if is_sigmoid else z) * sigmoid(z)), out)
+
+
+@compiled_exactly
+def _decay_channels(steps: Any, bias: Any, rate: Any, least: Any, decay: Any) -> None:
+    """Computes decays exp(rate · softplus(step)), or between e^least and 1: exp(least · sigmoid(-rate · step))."""
+    if least < 0:
+        for i in range(bias.shape[0]):
+            decay[i] = exp(least * sigmoid(-rate * (widen(steps[i]) + bias[i])))
+    else:
+        for i in range(bias.shape[0]):
+            decay[i] = exp(rate * softplus(widen(steps[i]) + bias[i]))
+
+
+@compiled_exactly
+def _multiply(a: Any, b: Any, out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = a[i] * b[i]
 
 
 @compiled
@@ -206,7 +243,10 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
     weight = nb.carray(pointer_to(job.conv_weight), (kernel, channels), np.float32)
     bias = nb.carray(pointer_to(job.conv_bias), (channels,), np.float32)
     decays = nb.carray(pointer_to(job.decay), (value_heads,), np.float32)
-    time_bias = nb.carray(pointer_to(job.time_bias), (value_heads,), np.float32)
+    of_step = key_dim if job.by_channel != 0 else 1
+    time_bias = nb.carray(pointer_to(job.time_bias), (value_heads, of_step), np.float32)
+    gates = nb.carray(pointer_to(job.gates), (job.row_count, job.gate_width), element)
+    time_steps = nb.carray(pointer_to(job.time_steps), (job.row_count, job.time_step_width), element)
     norm_weight = nb.carray(pointer_to(job.norm_weight), (value_dim,), np.float32)
 
     q_channel = head * key_dim
@@ -235,8 +275,10 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
     used += PIECE * padded
     result = float_rows(at, used, PIECE, padded)
     used += PIECE * padded
-    numbers = float_rows(at, used, PIECE, 2)
-    used += PIECE * 2
+    decay = float_rows(at, used, PIECE, even)
+    used += PIECE * even
+    decayed = float_rows(at, used, PIECE, even)
+    used += PIECE * even
     tiles = nb.carray(pointer_to(at + 4 * used), (group, parts, even, _COLUMNS), np.float32)
 
     begin_window(conv[q_channel:q_end], has_state, query_window, before)
@@ -248,6 +290,7 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
         for t in range(PIECE):
             query[t, i] = np.float32(0)
             key[t, i] = np.float32(0)
+            decay[t, i] = np.float32(0)
     for i in range(value_dim, padded):
         for t in range(PIECE):
             value[t, i] = np.float32(0)
@@ -269,32 +312,42 @@ def _task(job: Any, sequence: Any, head: Any, thread: Any, element: Any, state_e
         for h in range(group):
             number = head * group + h
             for t in range(tokens):
-                step = np.float64(widen(rows[row + t, a_column + h])) + np.float64(time_bias[number])
-                soft = step if step > 20.0 else np.log1p(np.exp(step))
-                numbers[t, 0] = np.float32(np.exp(np.float64(decays[number]) * soft))
-                strength = 1.0 / (1.0 + np.exp(-np.float64(widen(rows[row + t, b_column + h]))))
-                numbers[t, 1] = np.float32(strength) * job.strength
+                if job.by_channel != 0:
+                    steps = time_steps[row + t, a_column + h * key_dim : a_column + (h + 1) * key_dim]
+                    _decay_channels(steps, time_bias[number], decays[number], job.least_decay, decay[t])
+                else:
+                    step = np.float64(widen(time_steps[row + t, a_column + h])) + np.float64(
+                        time_bias[number, 0]
+                    )
+                    soft = step if step > 20.0 else np.log1p(np.exp(step))
+                    decay[t, :key_dim] = np.float32(np.exp(np.float64(decays[number]) * soft))
+                _multiply(decay[t], key[t], decayed[t])
                 own, given = value[t], convolved[t, h * value_dim : (h + 1) * value_dim]
                 for i in range(value_dim):
                     own[i] = given[i]
             for n in range(parts):
                 tile = tiles[h, n].ctypes.data
                 for t in range(tokens):
+                    given_strength = np.float64(widen(rows[row + t, b_column + h]))
+                    strength = np.float32(1.0 / (1.0 + np.exp(-given_strength))) * job.strength
                     _delta_step(
                         tile,
                         key[t].ctypes.data,
                         query[t].ctypes.data,
+                        decay[t].ctypes.data,
+                        decayed[t].ctypes.data,
                         value[t].ctypes.data + 4 * n * _COLUMNS,
                         result[t].ctypes.data + 4 * n * _COLUMNS,
-                        numbers[t].ctypes.data,
+                        strength,
                         even,
                     )
             for t in range(tokens):
                 own = result[t, :value_dim]
                 mean = sum_of_squares(own) / np.float32(value_dim)
-                gate = rows[row + t, z_column + h * value_dim : z_column + (h + 1) * value_dim]
+                gate = gates[row + t, z_column + h * value_dim : z_column + (h + 1) * value_dim]
                 into = out[row + t, number * value_dim : (number + 1) * value_dim]
-                _norm_and_gate(own, np.float32(1) / np.sqrt(mean + job.eps), norm_weight, gate, into)
+                scale = np.float32(1) / np.sqrt(mean + job.eps)
+                _norm_and_gate(own, scale, norm_weight, gate, job.sigmoid_gate != 0, into)
         move_window(query_window, tokens, before)
         move_window(key_window, tokens, before)
         move_window(value_window, tokens, before)
@@ -358,6 +411,7 @@ class Columns:
 class DeltaNetColumns:
     """Columns of all parts. Value heads of one key head lie side by side."""
 
+    width: int  # of the rows
     query: Columns
     key: Columns
     value: Columns
@@ -388,16 +442,28 @@ class DeltaNetWeights:
     conv: Tensor  # [channels, kernel]
     conv_bias: Tensor | None  # [channels]
     decay: Tensor  # [value heads]: a = exp(decay · softplus(time step + time_bias))
-    time_bias: Tensor  # [value heads]
+    time_bias: Tensor  # [value heads], or [value heads, key_dim] if each key channel has a time step
     norm: Tensor  # [value_dim]
     eps: float
     strength: float = 1.0  # b = strength · sigmoid(…)
+    least_decay: float = 0.0  # if not 0, a = exp(least_decay · sigmoid(-decay · (time step + time_bias)))
+    sigmoid_gate: bool = False  # instead of silu
+
+
+ProjectGates = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Linear layers behind the first projection: rows → rows of time steps, and rows of gates, both contiguous."""
 
 
 class GatedDeltaLoops(RecurrentLoops):
     """Loops of one mixer. States are [slots, value heads, key_dim, value_dim], results value heads · value_dim."""
 
-    def __init__(self, heads: DeltaNetHeads, columns: DeltaNetColumns, weights: DeltaNetWeights) -> None:
+    def __init__(
+        self,
+        heads: DeltaNetHeads,
+        columns: DeltaNetColumns,
+        weights: DeltaNetWeights,
+        project: ProjectGates = lambda rows: (rows, rows),
+    ) -> None:
         """Raises ValueError for sizes that the loops do not serve."""
         group, rest = divmod(heads.values, heads.keys)
         if rest:
@@ -412,18 +478,34 @@ class GatedDeltaLoops(RecurrentLoops):
             conv=weights.conv,
             conv_bias=weights.conv_bias,
         )
-        self._heads = heads
+        self._heads, self._width, self._project = heads, columns.width, project
+        self._gates: tuple[Tensor, Tensor] | None = (
+            None  # the job has the addresses of those of the step that runs
+        )
         self._set(key_heads=heads.keys, group=group, key_dim=heads.key_dim, value_dim=heads.value_dim)
         self._set(decay=self._keep(weights.decay), time_bias=self._keep(weights.time_bias))
         self._set(norm_weight=self._keep(weights.norm), eps=weights.eps, strength=weights.strength)
+        self._set(by_channel=weights.time_bias.dim() == 2, least_decay=weights.least_decay)
+        self._set(sigmoid_gate=weights.sigmoid_gate)
         parts = columns.query, columns.key, columns.value, columns.gate, columns.strength, columns.time_step
         for name, part in zip("qkvzba", parts, strict=True):
             self._set(**{f"{name}_at": part.at, f"{name}_step": part.step})
 
     def _accepts(self, rows: Tensor, states: Tensor) -> bool:
         heads = self._heads
-        width = heads.channels + self.inner + 2 * heads.values
-        return rows.shape[1] == width and states.shape[1:] == (heads.values, heads.key_dim, heads.value_dim)
+        return rows.shape[1] == self._width and states.shape[1:] == (
+            heads.values,
+            heads.key_dim,
+            heads.value_dim,
+        )
+
+    def _prepare(self, phase: int, rows: Tensor) -> None:
+        super()._prepare(phase, rows)
+        steps, gates = self._gates = self._project(rows)
+        assert all(given.is_contiguous() and given.dtype == rows.dtype for given in self._gates)
+        assert len(steps) == len(gates) == len(rows)
+        self._set(time_steps=steps.data_ptr(), time_step_width=steps.shape[1])
+        self._set(gates=gates.data_ptr(), gate_width=gates.shape[1])
 
 
 def _scratch_floats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
@@ -432,5 +514,5 @@ def _scratch_floats(heads: DeltaNetHeads, group: int, kernel: int) -> int:
     parts = -(-heads.value_dim // _COLUMNS)
     width = 2 * heads.key_dim + group * heads.value_dim
     windows = (kernel - 1 + PIECE) * width
-    piece = PIECE * (2 * even + group * heads.value_dim + 2 * parts * _COLUMNS + 2)
+    piece = PIECE * (4 * even + group * heads.value_dim + 2 * parts * _COLUMNS)
     return windows + piece + group * parts * even * _COLUMNS

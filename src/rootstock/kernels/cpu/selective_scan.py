@@ -90,7 +90,17 @@ JOB = np.dtype(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _scan_token(
-    typing: Any, state: Any, decays: Any, steps: Any, shares: Any, b: Any, c: Any, out: Any, sizes: Any
+    typing: Any,
+    state: Any,
+    decays: Any,
+    steps: Any,
+    shares: Any,
+    b: Any,
+    c: Any,
+    out: Any,
+    state_dim: Any,
+    width: Any,
+    padded: Any,
 ) -> Any:
     """Computes one token for some channels.
 
@@ -99,12 +109,10 @@ def _scan_token(
     steps, shares   addresses of [width] float32: Δ, and Δ · x
     b, c            addresses of [state_dim] float32
     out             address of [width] float32: S · C
-    sizes           state_dim, width, padded
     """
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        state, decays, steps, shares, b, c, out, sizes = given
-        state_dim, width, padded = (builder.extract_value(sizes, i) for i in range(3))
+        state, decays, steps, shares, b, c, out, state_dim, width, padded = given
         total = cgutils.alloca_once(builder, FLOATS)
 
         def number(address: Any, index: Any) -> Any:
@@ -127,7 +135,7 @@ def _scan_token(
             store(builder, builder.load(total), builder.add(out, offset))
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 7, types.UniTuple(types.int64, 3)), generate
+    return types.void(*(types.int64,) * 10), generate
 
 
 # ---- the two phases
@@ -263,7 +271,9 @@ def _scan_task(job: Any, sequence: Any, block: Any, thread: Any, element: Any, s
             b.ctypes.data,
             c.ctypes.data,
             read.ctypes.data,
-            (state_dim, width, job.padded),
+            state_dim,
+            width,
+            job.padded,
         )
         _gate(read, direct, x, rows[row, channels + begin : channels + end], out[row, begin:end])
     _store_states(tile, states[begin:end])

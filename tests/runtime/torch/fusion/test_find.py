@@ -100,6 +100,8 @@ def test_common_parts_of_other_layers_are_fused(model_type: str, whole: type) ->
         ("mamba", 3, 0),
         ("falcon_mamba", 3, 0),
         ("jamba", 2, 4),
+        ("kimi_linear", 2, 2),
+        ("bailing_hybrid", 2, 2),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -187,6 +189,21 @@ def test_a_scan_by_another_formula_is_not_fused(model_type: str, parameter: str)
     doubled(parameter)(mixers[0])
     fused(model)
     assert [is_fused(mixer) for mixer in mixers[:2]] == [False, True]
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("parameter", ["forget_gate.A_log", "forget_gate.dt_bias", "b_proj.weight"])
+def test_a_delta_rule_by_another_formula_is_not_fused(model_type: str, parameter: str) -> None:
+    model = model_of(model_type)
+    first, second = (
+        layer.get_submodule(name)
+        for layer in model.model.layers[:2]
+        for name, child in layer.named_children()
+        if hasattr(child, "forget_gate")
+    )
+    doubled(parameter)(first)
+    fused(model)
+    assert [is_fused(first), is_fused(second)] == [False, True]
 
 
 @pytest.mark.parametrize("part", ["recurrent", "conv"])
@@ -292,6 +309,8 @@ def test_a_call_with_an_unknown_argument_goes_to_the_module_itself() -> None:
         ("mamba", 2e-4),
         ("falcon_mamba", 2e-4),
         ("jamba", 1e-3),
+        ("kimi_linear", 1e-3),
+        ("bailing_hybrid", 2e-4),
     ],
 )
 def test_fused_or_not_the_logits_are_the_same(

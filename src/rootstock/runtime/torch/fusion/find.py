@@ -28,7 +28,7 @@ from rootstock.runtime.torch.fusion.base import (
     Projection,
     is_fused,
 )
-from rootstock.runtime.torch.fusion.delta_nets import delta_nets
+from rootstock.runtime.torch.fusion.delta_nets import channel_delta_nets, delta_nets
 from rootstock.runtime.torch.fusion.gated_convolutions import gated_convolutions
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
@@ -56,7 +56,13 @@ _LARGER = 16.0  # large enough to show clipping and saturation
 # Small enough that a layer's part of the hidden states is not lost in the rounding of their sum.
 _SMALLER = 1 / 256
 
-_RECURRENCES: tuple[FindParts, ...] = (delta_nets, state_spaces, selective_scans, gated_convolutions)
+_RECURRENCES: tuple[FindParts, ...] = (
+    delta_nets,
+    channel_delta_nets,
+    state_spaces,
+    selective_scans,
+    gated_convolutions,
+)
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -64,8 +70,8 @@ Activation = Callable[[Tensor], Tensor]
 def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
     """Installs the fused forms of all parts that have one. Call `probe_packed` before; `undo_fusion` removes them.
     Fuses on a CPU in float32 or bfloat16 only."""
-    # Some models keep the decays of their heads in float32. Norms are compared with their own result's dtype.
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() > 1}
+    # Some models keep decays or routers in float32. Norms are compared with their own result's dtype.
+    dtypes = {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}
     if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
         return NOTHING_FUSED
     return _Fuser(model, found, context_limit, dtypes.pop()).run()
