@@ -79,7 +79,8 @@ def test_a_model_whose_decodes_differ_from_one_pass_is_served_as_it_decodes(
     [
         ("llama", {}),
         ("qwen3_next", {}),  # its mixers are fused
-        ("kimi_linear", {"KimiLinearDeltaAttention": False}),
+        ("kimi_linear", {}),
+        ("minimax", {"MiniMaxLightningAttention": False}),
         ("diffllama", {"DiffLlamaAttention": True}),
         ("deepseek_v32", {"DeepseekV32Attention": True}),
         ("inkling_text", {"InklingAttention": True, "InklingShortConvolution": False}),

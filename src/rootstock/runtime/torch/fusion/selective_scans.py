@@ -53,13 +53,14 @@ def selective_scans(mixer: nn.Module, shapes: Sequence[TorchStateShape]) -> Iter
         eps or 0.0,
     )
     dtype = linears["x_proj"].weight.dtype
-    inside = Projection([linears["x_proj"]]), Projection([linears["dt_proj"]])
-    project = _StepProjection(*inside, rank, None if eps is None else steps, eps or 0.0, RowLoops(dtype))
+    inside = Projection([linears["x_proj"]])
+    norm = None if eps is None else steps
+    project = _StepProjection(inside, linears["dt_proj"], rank, norm, eps or 0.0, RowLoops(dtype))
     try:
         loops = SelectiveScanLoops(weights, project)
     except ValueError:
         return
-    yield RecurrentParts([linears["in_proj"]], loops, linears["out_proj"], inside=inside)
+    yield RecurrentParts([linears["in_proj"]], loops, linears["out_proj"], inside=[inside])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class _StepProjection:
     """Linear layers between convolution and scan, as `ProjectSteps` has them."""
 
     parameters: Projection
-    steps: Projection
+    steps: nn.Linear  # its weight is read, as mixers themselves do, so that it is not packed
     rank: int  # columns of the parameters from which the time steps are made
     norm: Tensor | None  # of these columns, [rank] float32
     eps: float
@@ -78,7 +79,7 @@ class _StepProjection:
         columns = parameters[:, : self.rank].contiguous()
         if self.norm is not None:
             self.loops.rms_norm(columns, self.norm, self.eps, columns)
-        return self.steps.multiply(columns), parameters
+        return nn.functional.linear(columns, self.steps.weight, self.steps.bias), parameters
 
 
 def _eps(norms: Sequence[nn.Module | None]) -> float | None:
