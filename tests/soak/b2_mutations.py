@@ -311,13 +311,13 @@ MUTATIONS = (
     Mutation("stored states are ignored", "minimax", SLOTS, states(lambda slots, _: (slots, False))),
     Mutation(
         "a sequence begins with its slot's old state",
-        "jamba",
+        "zamba",
         SLOTS,
         states(lambda slots, _: (slots, True)),
     ),
     Mutation(
         "sequences get one another's states",
-        "kimi_linear",
+        "minimax",
         SLOTS,
         states(lambda slots, c: (slots.flip(0), c)),
     ),
@@ -357,13 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mixers that ignore stored states get several tokens",
-        "mamba",
-        ((PackedCache, "__init__"),),
-        several_at_a_time,
-    ),
-    Mutation(
-        "such mixers beside attention get several tokens",
-        "jamba",
+        "zamba",
         ((PackedCache, "__init__"),),
         several_at_a_time,
     ),
