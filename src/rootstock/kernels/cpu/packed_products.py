@@ -168,18 +168,17 @@ def for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewRows
     """Returns the product of few rows with oneDNN's packed form of a weight [out, in] of bfloat16. The caller keeps
     the packed form.
 
-    None: the processor has no products of pairs, or the form is not in the layout that the loops read. The two are
-    compared number by number, because the layout is oneDNN's own affair.
+    None: the processor has no products of pairs, torch does not say where the form is, or it is not in the layout
+    that the loops read. The two are compared number by number, because the layout is oneDNN's own affair.
     """
     outputs, inputs = weight.shape
     blocks = -(-outputs // _BLOCK)
-    if (
-        not has_pair_products()
-        or inputs % 2
-        or torch.ops.mkldnn._nbytes(packed) != 2 * blocks * _BLOCK * inputs
-    ):
+    operations = torch.ops.mkldnn
+    if not (has_pair_products() and hasattr(operations, "data_ptr") and hasattr(operations, "_nbytes")):
         return None
-    address = torch.ops.mkldnn.data_ptr(packed)
+    if inputs % 2 or operations._nbytes(packed) != 2 * blocks * _BLOCK * inputs:
+        return None
+    address = operations.data_ptr(packed)
     memory = (ctypes.c_int16 * (blocks * _BLOCK * inputs)).from_address(address)
     stored = torch.frombuffer(memory, dtype=torch.int16).view(blocks, inputs // 2, _BLOCK, 2)
     whole = outputs // _BLOCK * _BLOCK
