@@ -173,12 +173,13 @@ def for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewRows
     """
     outputs, inputs = weight.shape
     blocks = -(-outputs // _BLOCK)
-    operations = torch.ops.mkldnn
-    if not (has_pair_products() and hasattr(operations, "data_ptr") and hasattr(operations, "_nbytes")):
+    if not (
+        has_pair_products() and hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
+    ):
         return None
-    if inputs % 2 or operations._nbytes(packed) != 2 * blocks * _BLOCK * inputs:
+    if inputs % 2 or torch.ops.mkldnn._nbytes(packed) != 2 * blocks * _BLOCK * inputs:
         return None
-    address = operations.data_ptr(packed)
+    address = torch.ops.mkldnn.data_ptr(packed)
     memory = (ctypes.c_int16 * (blocks * _BLOCK * inputs)).from_address(address)
     stored = torch.frombuffer(memory, dtype=torch.int16).view(blocks, inputs // 2, _BLOCK, 2)
     whole = outputs // _BLOCK * _BLOCK
