@@ -15,35 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.kernels.cpu import amx_tiles
-from rootstock.kernels.cpu.compiler import (
-    c_function,
-    compiled,
-    fetch_add,
-    nb,
-    pointer_to,
-)
+from rootstock.kernels.cpu.compiler import c_function, compiled, fetch_add, nb, pointer_to
 from rootstock.kernels.cpu.decode_loops import JOB, LOWEST, arrays_of, attend, claim, end_item, scratch_of
-from rootstock.kernels.cpu.pair_products import (
-    AT_ONCE,
-    FEW,
-    TILE,
-    few_weigh_32,
-    few_weigh_64,
-    has_pair_products,
-    weigh_32,
-    weigh_64,
-    weights_of_few,
-    weights_of_tile,
-)
-from rootstock.kernels.cpu.pair_tiles import lay_out_tile, tile_bytes, tiles_at
+from rootstock.kernels.cpu.pair_products import AT_ONCE, FEW, TILE, has_pair_products
+from rootstock.kernels.cpu.pair_tiles import attend_tile, lay_out_tile, tile_bytes, tiles_at
+from rootstock.kernels.cpu.prefill_loops import MULTIPLE
 from rootstock.kernels.cpu.vector_lanes import LANES
-
-_MULTIPLE = 32  # of which dimensions are multiples
 
 
 def fit_pair_products(key_dim: int, value_dim: int) -> bool:
     """Returns whether the loops support these dimensions, and are faster than the other ones here."""
-    fit = key_dim % _MULTIPLE == value_dim % _MULTIPLE == 0
+    fit = key_dim % MULTIPLE == value_dim % MULTIPLE == 0
     return fit and has_pair_products() and not amx_tiles.are_there()
 
 
@@ -82,7 +64,6 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any, eleme
     weights = nb.carray(pointer_to(at), (AT_ONCE, TILE), np.uint16)
     at += 2 * AT_ONCE * TILE
     tiles = tiles_at(at, key_dim, value_dim)
-    key_tile, value_tile = tiles[3], tiles[4]
 
     table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
     given = nb.carray(pointer_to(job.query), (1,), np.uint16)
@@ -109,34 +90,23 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any, eleme
             for i in range(LANES):
                 tops[head, u, 0, i] = LOWEST
 
-    wide = value_dim // 64 * 64
     for first in range(begin // TILE * TILE, end, TILE):
         for head in range(kv_heads):
             lay_out_tile(job, table, first, begin, end, head, tiles, element)
             for u in range(units):
                 r = u * AT_ONCE
-                of_query, of_limits = query[head, r].ctypes.data, limits[r].ctypes.data
-                of_tops, of_sums = tops[head, u].ctypes.data, sums[head, r].ctypes.data
-                of_keys, of_values = key_tile.ctypes.data, value_tile.ctypes.data
-                of_weights, of_out = weights.ctypes.data, out[head, r].ctypes.data
-                factors = tops[head, u, 1].ctypes.data
-                stride, pairs = 4 * value_dim, key_dim // 2
-                if count - r <= FEW:
-                    weights_of_few(
-                        of_query, of_keys, pairs, job.scale, of_limits, first, of_tops, of_sums, of_weights
-                    )
-                    for d in range(0, wide, 64):
-                        few_weigh_64(of_weights, of_values + 4 * d, stride, factors, of_out + 4 * d)
-                    if wide < value_dim:
-                        few_weigh_32(of_weights, of_values + 4 * wide, stride, factors, of_out + 4 * wide)
-                else:
-                    weights_of_tile(
-                        of_query, of_keys, pairs, job.scale, of_limits, first, of_tops, of_sums, of_weights
-                    )
-                    for d in range(0, wide, 64):
-                        weigh_64(of_weights, of_values + 4 * d, stride, factors, of_out + 4 * d)
-                    if wide < value_dim:
-                        weigh_32(of_weights, of_values + 4 * wide, stride, factors, of_out + 4 * wide)
+                attend_tile(
+                    query[head, r].ctypes.data,
+                    limits[r].ctypes.data,
+                    job.scale,
+                    first,
+                    tops[head, u].ctypes.data,
+                    sums[head, r].ctypes.data,
+                    weights.ctypes.data,
+                    out[head, r].ctypes.data,
+                    tiles,
+                    count - r <= FEW,
+                )
 
     shape = (job.partial_count, job.q_heads)
     largest = nb.carray(pointer_to(job.largest), shape, np.float32)

@@ -16,7 +16,16 @@ import numpy as np
 
 from rootstock.kernels.cpu.amx_tiles import transpose
 from rootstock.kernels.cpu.compiler import compiled, narrow, nb, pointer_to, widen
-from rootstock.kernels.cpu.pair_products import TILE, interleave
+from rootstock.kernels.cpu.pair_products import (
+    TILE,
+    few_weigh_32,
+    few_weigh_64,
+    interleave,
+    weigh_32,
+    weigh_64,
+    weights_of_few,
+    weights_of_tile,
+)
 from rootstock.kernels.cpu.vector_lanes import LANES
 from rootstock.kernels.cpu.vector_products import holds_bfloat16
 
@@ -107,3 +116,45 @@ def lay_out_tile(
         for pair in range(LANES // 2):
             even = value_at + 2 * pair * value_stride
             interleave(even, even + value_stride, value_dim, value_tile[t // 2 + pair].ctypes.data)
+
+
+@compiled
+def attend_tile(
+    query: Any,
+    limits: Any,
+    scale: Any,
+    first: Any,
+    tops: Any,
+    sums: Any,
+    weights: Any,
+    out: Any,
+    tiles: Any,
+    is_few: Any,
+) -> None:
+    """Adds a tile that is laid out to the results of `AT_ONCE` rows, or of `FEW`.
+
+    query, limits, tops, sums, weights   addresses as in `weights_of_tile`
+    first   position of the tile
+    out     address of [rows, value_dim] float32
+    tiles   result of `tiles_at`
+    """
+    key_tile, value_tile = tiles[3], tiles[4]
+    keys, values, pairs, value_dim = (
+        key_tile.ctypes.data,
+        value_tile.ctypes.data,
+        key_tile.shape[0],
+        value_tile.shape[1],
+    )
+    factors, stride, wide = tops + 4 * LANES, 4 * value_dim, value_dim // 64 * 64
+    if is_few:
+        weights_of_few(query, keys, pairs, scale, limits, first, tops, sums, weights)
+        for d in range(0, wide, 64):
+            few_weigh_64(weights, values + 4 * d, stride, factors, out + 4 * d)
+        if wide < value_dim:
+            few_weigh_32(weights, values + 4 * wide, stride, factors, out + 4 * wide)
+    else:
+        weights_of_tile(query, keys, pairs, scale, limits, first, tops, sums, weights)
+        for d in range(0, wide, 64):
+            weigh_64(weights, values + 4 * d, stride, factors, out + 4 * d)
+        if wide < value_dim:
+            weigh_32(weights, values + 4 * wide, stride, factors, out + 4 * wide)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from rootstock.kernels.cpu.compiler import c_function, compiled, fetch_add, narrow, nb, pointer_to
-from rootstock.kernels.cpu.pair_products import AT_ONCE, TILE, weigh_32, weigh_64, weights_of_tile
-from rootstock.kernels.cpu.pair_tiles import lay_out_tile, tile_bytes, tiles_at
+from rootstock.kernels.cpu.pair_products import AT_ONCE, TILE
+from rootstock.kernels.cpu.pair_tiles import attend_tile, lay_out_tile, tile_bytes, tiles_at
 from rootstock.kernels.cpu.vector_lanes import LANES
 
 BLOCK_ROWS = 96  # of a task, about; laying a tile out takes 2 % of its time
@@ -85,7 +85,6 @@ def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
     weights = nb.carray(pointer_to(at), (AT_ONCE, TILE), np.uint16)
     at += 2 * AT_ONCE * TILE
     tiles = tiles_at(at, key_dim, value_dim)
-    key_tile, value_tile = tiles[3], tiles[4]
 
     given = nb.carray(pointer_to(job.query), (1,), np.uint16)
     first_visible = nb.carray(pointer_to(job.first_visible), (first_row + tokens,), np.int64)
@@ -115,7 +114,6 @@ def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
             tops[u, 0, i] = np.float32(_LEAST)
 
     last = position + tokens  # after the last position that a row sees
-    wide = value_dim // 64 * 64
     for tile in range(lowest // TILE, (last + TILE - 1) // TILE):
         first = tile * TILE
         lay_out_tile(job, table, first, lowest, last, head, tiles, element)
@@ -123,24 +121,18 @@ def _task(job: Any, task: Any, head: Any, thread: Any, element: Any) -> None:
             r = u * AT_ONCE
             if first >= limits[min(r + AT_ONCE, rows) - 1, 1] or first + TILE <= limits[r, 0]:
                 continue  # none of the rows sees any of it
-            weights_of_tile(
+            attend_tile(
                 query[r].ctypes.data,
-                key_tile.ctypes.data,
-                key_dim // 2,
-                job.scale,
                 limits[r].ctypes.data,
+                job.scale,
                 first,
                 tops[u].ctypes.data,
                 sums[r].ctypes.data,
                 weights.ctypes.data,
+                out[r].ctypes.data,
+                tiles,
+                False,
             )
-            of_rows = out[r].ctypes.data
-            of_tile = value_tile.ctypes.data
-            factors = tops[u, 1].ctypes.data
-            for d in range(0, wide, 64):
-                weigh_64(weights.ctypes.data, of_tile + 4 * d, 4 * value_dim, factors, of_rows + 4 * d)
-            if wide < value_dim:
-                weigh_32(weights.ctypes.data, of_tile + 4 * wide, 4 * value_dim, factors, of_rows + 4 * wide)
 
     results = nb.carray(pointer_to(job.out), (first_row + tokens, heads, value_dim), np.uint16)
     for r in range(rows):
