@@ -40,7 +40,7 @@ from rootstock.kernels.cpu.vector_products import (
 )
 
 TILE = 64  # positions whose scores are weighed together
-AHEAD = 4  # rows of a pool that are prefetched before they are needed
+AHEAD = 8  # rows of a pool that are prefetched into the second cache before they are needed
 LOWEST = np.float32(-1e30)  # stands for -infinity: the largest score of a row that sees no position
 
 JOB = np.dtype(

@@ -300,7 +300,7 @@ def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) ->
         with cgutils.for_range_slice(builder, I64(0), rows.shape[3], line, I64) as (d, _):
             for r in range(ROWS):
                 address = rows.address(given[1], builder.add(given[2], I64(r)), given[3], d)
-                fetch(builder, address, 1)
+                fetch(builder, address, 2)
         return context.get_dummy_value()
 
     return types.none(pool, types.int64, types.int64, types.int64), compile_call
