@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock.kernels.cpu.packed_products import FEW_ROWS, for_few_rows
+from rootstock.kernels.cpu.packed_products import PackedLayers, over_onednn
 from rootstock.kernels.cpu.pair_products import has_pair_products
-from rootstock.kernels.torch.linear import Plain, Prepacked, packs_bfloat16, prepare, stacked
+from rootstock.kernels.torch.linear import (
+    Blocked,
+    Plain,
+    Prepacked,
+    has_matrix_units,
+    packs_bfloat16,
+    prepare,
+    stacked,
+)
 
 CPU = torch.device("cpu")
 needs_bfloat16_units = pytest.mark.skipif(
@@ -35,9 +43,10 @@ def assert_rounded_once(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 @needs_bfloat16_units
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 513])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 97, 513])
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(64, 96), (33, 17), (1000, 40), (640, 1280), (96, 2050), (2, 64), (1728, 640)]
+    ("inputs", "outputs"),
+    [(64, 96), (33, 17), (1000, 40), (640, 1280), (96, 2050), (2, 64), (1728, 640), (4100, 70)],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_packed_bfloat16_is_the_true_product_rounded_once(
@@ -46,9 +55,16 @@ def test_packed_bfloat16_is_the_true_product_rounded_once(
     x = random(rows, inputs, seed=1, dtype=torch.bfloat16)
     weight = random(outputs, inputs, seed=2, dtype=torch.bfloat16)
     bias = random(outputs, seed=3, dtype=torch.bfloat16) if with_bias else None
-    linear = prepare(weight, bias)
-    assert isinstance(linear, Prepacked)
-    assert_rounded_once(linear(x), x, weight, bias)
+    for linear in {prepare(weight, bias), Prepacked(weight, bias)}:
+        assert_rounded_once(linear(x), x, weight, bias)
+
+
+@needs_bfloat16_units
+def test_own_loops_multiply_where_nothing_else_is_faster() -> None:
+    loops = has_pair_products() and not has_matrix_units()
+    for inputs in (64, 33):
+        linear = prepare(random(20, inputs, seed=0, dtype=torch.bfloat16), None)
+        assert isinstance(linear, Blocked if loops and inputs % 2 == 0 else Prepacked)
 
 
 @needs_bfloat16_units
@@ -67,23 +83,31 @@ needs_pair_products = pytest.mark.skipif(
 
 
 @needs_pair_products
-@pytest.mark.parametrize(("inputs", "outputs"), [(640, 1280), (1728, 640), (64, 1), (96, 2050), (32, 32_000)])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_few_rows_read_the_packed_weight_where_it_is(
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(640, 1280), (1728, 640), (64, 1), (96, 2050), (32, 32_000), (4100, 70)]
+)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_rows_bits_depend_neither_on_other_rows_nor_on_threads(
     inputs: int, outputs: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's bits depend neither on other rows nor on threads; the memory behind the result is not written."""
     weight = random(outputs, inputs, seed=1, dtype=torch.bfloat16)
     bias = random(outputs, seed=2, dtype=torch.bfloat16)
-    linear = Prepacked(weight, bias)
-    assert linear.few_rows is not None, "oneDNN packs such a weight in another order here"
-    x = random(FEW_ROWS, inputs, seed=3, dtype=torch.bfloat16)
-    together = linear.few_rows(x)
-    assert_rounded_once(together, x, weight, bias)
+    blocked = Blocked(weight, bias)
+    x = random(200, inputs, seed=3, dtype=torch.bfloat16)
+    together = blocked(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for count in range(1, FEW_ROWS + 1):
-        for first in range(FEW_ROWS - count + 1):
-            assert torch.equal(linear(x[first : first + count]), together[first : first + count])
+    for first, end in ((0, 1), (1, 3), (3, 6), (6, 10), (90, 98), (0, 97), (5, 200)):
+        assert torch.equal(blocked(x[first:end]), together[first:end])
+
+
+@needs_pair_products
+@pytest.mark.parametrize(("inputs", "outputs"), [(640, 1280), (1728, 640), (64, 1), (96, 2050)])
+def test_onednns_packed_weight_is_read_in_place(inputs: int, outputs: int) -> None:
+    weight = random(outputs, inputs, seed=1, dtype=torch.bfloat16)
+    bias = random(outputs, seed=2, dtype=torch.bfloat16)
+    for rows in (1, 3):
+        x = random(rows, inputs, seed=3, dtype=torch.bfloat16)
+        assert torch.equal(Prepacked(weight, bias)(x), Blocked(weight, bias)(x))
 
 
 @needs_pair_products
@@ -91,25 +115,62 @@ def test_few_rows_read_the_packed_weight_where_it_is(
 def test_a_weight_in_an_unknown_order_is_left_to_onednn(inputs: int, outputs: int) -> None:
     weight = random(outputs, inputs, seed=1, dtype=torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-    assert for_few_rows(packed, weight, None) is not None
+    assert over_onednn(packed, weight, None) is not None
     for place in ((0, 0), (outputs - 1, inputs - 1), (outputs // 2, 3)):
         other = weight.clone()
         other[place] += 1
-        assert for_few_rows(packed, other, None) is None
-    assert for_few_rows(packed, weight[:64], None) is None
-    assert (
-        for_few_rows(torch.ops.mkldnn._reorder_linear_weight(weight[:, 1:], 1), weight[:, 1:], None) is None
-    )
+        assert over_onednn(packed, other, None) is None
+    assert over_onednn(packed, weight[:64], None) is None
+    odd = weight[:, 1:]
+    assert over_onednn(torch.ops.mkldnn._reorder_linear_weight(odd, 1), odd, None) is None
+
+
+@needs_pair_products
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (32, 7), (768, 640), (4100, 70)])
+@pytest.mark.parametrize(("experts", "choices"), [(1, 1), (4, 2), (16, 4), (60, 8)])
+@pytest.mark.parametrize("rows", [1, 3, 40, 230])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_rows_are_multiplied_by_the_experts_that_were_chosen(
+    inputs: int,
+    outputs: int,
+    experts: int,
+    choices: int,
+    rows: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers of no expert give zeros. One expert may be chosen by all rows, or by none."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weights = random(experts, outputs, inputs, seed=1, dtype=torch.bfloat16)
+    biases = random(experts, outputs, seed=2, dtype=torch.bfloat16)
+    x = random(rows, inputs, seed=3, dtype=torch.bfloat16)
+    layers = PackedLayers(weights, biases)
+    assert torch.equal(layers.unpacked(), weights)
+    generator = torch.Generator().manual_seed(rows)
+    mixed = torch.randint(-1, experts + 2, (rows, choices), generator=generator)
+    crowded = torch.full((rows, choices), experts - 1)
+    for chosen in (mixed, crowded):
+        got = layers.multiply(x, chosen.flatten()).view(rows, choices, outputs)
+        for expert in range(-1, experts + 2):
+            of_row, choice = torch.where(chosen == expert)
+            products = got[of_row, choice]
+            if 0 <= expert < experts:
+                assert_rounded_once(products, x[of_row], weights[expert], biases[expert])
+                own = PackedLayers(weights[expert][None], biases[expert][None])
+                assert torch.equal(own.multiply(x[of_row]), products)
+            else:
+                assert not products.any()
 
 
 @needs_bfloat16_units
 def test_packed_weights_are_a_copy_and_can_be_unpacked() -> None:
-    weight = random(40, 33, seed=0, dtype=torch.bfloat16)
-    before = weight.clone()
-    linear = Prepacked(weight, None)
-    weight.fill_(torch.nan)
-    assert torch.equal(linear.unpacked(), before)
-    assert linear.nbytes == before.nbytes
+    for inputs in (33, 64):
+        weight = random(40, inputs, seed=0, dtype=torch.bfloat16)
+        before = weight.clone()
+        linear = prepare(weight, None)
+        weight.fill_(torch.nan)
+        assert torch.equal(linear.unpacked(), before)
+        assert linear.nbytes == before.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1,24 +1,32 @@
-"""Products of one to three bfloat16 rows with a weight in oneDNN's packed layout, which is read in place.
+"""Products of bfloat16 rows with packed weights, by the processor's instruction for pairs (AVX512-BF16): of linear
+layers, and of the experts of a mixture.
 
-A decode step reads every weight for a few rows, and its limit is the memory. On two cores with AVX512-BF16, oneDNN
-itself reads a weight at 16 to 33 GB/s for one or two rows, these loops at 27 to 45; from four rows on oneDNN is as
-fast. Its layout suits the instruction for pairs of bfloat16 as it is: blocks of outputs, and in a block, for each
-pair of inputs, the pairs of all outputs side by side. So a weight is packed once, and few rows go to these loops.
+A weight lies in blocks of 64 outputs, and in a block, for each pair of inputs, the pairs of all outputs side by side.
+A task is one block for a part of the rows. Up to six rows are multiplied at once; further rows find the block in the
+second cache, and while they do, the next block is fetched, so that reading and computing overlap. Inputs of more than
+`_PAIRS` pairs are taken in turns, because their block would not fit in that cache.
 
-A task is one block of outputs, whose weights are one stream. The sums of a row depend neither on other rows nor on
-threads.
+A mixture's products are sorted by expert, by every thread for itself, and each expert that was chosen is read once.
+
+Measured on two cores (Zen 4) against oneDNN with weights packed for it: .6 to .85 of its time for 1 to 24 rows, 32
+GB/s for up to 8 of them where memory gives 30 to 40, and .94 to 1.0 for 32 to 2,048 rows. Against torch's grouped
+product of experts: .25 to .55 for up to 64 rows, .75 to .9 for 2,048.
+
+The sums of a row depend neither on other rows nor on threads: a token's product is the same in a prompt, in a chunk
+of it and in a batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rootstock.kernels.cpu.compiler import (
     c_function,
@@ -31,57 +39,68 @@ from rootstock.kernels.cpu.compiler import (
     pointer_to,
     types,
 )
-from rootstock.kernels.cpu.pair_products import add_pairs, has_pair_products, splat_at
+from rootstock.kernels.cpu.pair_products import AT_ONCE, add_pairs, rounded, splat_at
 from rootstock.kernels.cpu.threads import run_on_threads
 from rootstock.kernels.cpu.vector_lanes import I64, INTS, LANES, fetch, load, store
 
-FEW_ROWS = _FEW_ROWS = 3  # more rows are as fast by oneDNN
-
 _BLOCK = 64  # outputs
+_PART = 96  # rows of one task
+_PAIRS = 2048  # of inputs at a time: 512 KB of a block
 _VECTORS = _BLOCK // LANES
-_AHEAD = 16 << 10  # bytes between the products and the weights that are fetched into the second cache
+_AHEAD = 16 << 10  # bytes between the products of the first rows and the weights that are fetched
 
 JOB = np.dtype(
     [
-        ("claimed", "i8"),  # address of an int64: blocks that threads have begun
-        ("blocks", "i8"),
+        (
+            "claims",
+            "i8",
+        ),  # address of [8 · (1 + threads)] int64: threads that have begun, claims of `_next_task`
+        ("threads", "i8"),
+        ("experts", "i8"),
+        ("blocks", "i8"),  # of one expert
         ("pairs", "i8"),  # of inputs
-        ("rows", "i8"),
         ("outputs", "i8"),
-        ("given", "i8"),  # address of [rows, 2 · pairs] bfloat16
-        ("weight", "i8"),  # address of [blocks, pairs, 64, 2] bfloat16
-        ("bias", "i8"),  # address of [64 · blocks] float32
-        ("out", "i8"),  # address of [rows, outputs] bfloat16
+        ("weights", "i8"),  # address of [experts, blocks, pairs, 64, 2] bfloat16
+        ("biases", "i8"),  # address of [experts, 64 · blocks] float32
+        ("products", "i8"),
+        ("choices", "i8"),  # products of one row
+        ("chosen", "i8"),  # address of [products] int64; 0: all of expert 0
+        ("given", "i8"),  # address of [products / choices, 2 · pairs] bfloat16
+        ("out", "i8"),  # address of [products, outputs] bfloat16
     ]
 )
-_FIELDS = struct.Struct("=9q")
+_FIELDS = struct.Struct("=13q")
 
 
 def _multiply(count: int) -> Any:
     def multiply(
-        typing: Any, rows: Any, row_bytes: Any, weight: Any, pairs: Any, bias: Any, totals: Any
+        typing: Any,
+        rows: Any,
+        along: Any,
+        weight: Any,
+        pairs: Any,
+        begins: Any,
+        stride: Any,
+        totals: Any,
+        ahead: Any,
     ) -> Any:
-        """Multiplies `count` rows with one block.
-
-        rows    address of rows of pairs, `row_bytes` apart
-        weight  address of [pairs, 64] pairs
-        bias    address of [64] float32
-        totals  address of [count, 64] float32, written
-        """
-
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            rows, row_bytes, weight, pairs, bias, totals = given
-            begins = [load(builder, builder.add(bias, I64(64 * v))) for v in range(_VECTORS)]
-            sums = [[cgutils.alloca_once_value(builder, begin) for begin in begins] for _ in range(count)]
-            at_rows = [builder.add(rows, builder.mul(row_bytes, I64(r))) for r in range(count)]
+            rows, along, weight, pairs, begins, stride, totals, ahead = given
+            table = builder.inttoptr(rows, I64.as_pointer())
+            at_rows = [builder.add(builder.load(builder.gep(table, [I64(r)])), along) for r in range(count)]
+            sums = []
+            for r in range(count):
+                at = builder.add(begins, builder.mul(stride, I64(r)))
+                begun = [load(builder, builder.add(at, I64(64 * v))) for v in range(_VECTORS)]
+                sums.append([cgutils.alloca_once_value(builder, begin) for begin in begun])
             with cgutils.for_range(builder, pairs, intp=I64) as loop:
                 at = builder.add(weight, builder.shl(loop.index, I64(8)))
-                along = builder.shl(loop.index, I64(2))
+                place = builder.shl(loop.index, I64(2))
                 columns = [load(builder, builder.add(at, I64(64 * v)), INTS) for v in range(_VECTORS)]
                 for v in range(_VECTORS):
-                    fetch(builder, builder.add(at, I64(_AHEAD + 64 * v)), 2)
+                    fetch(builder, builder.add(builder.add(at, ahead), I64(64 * v)), 2)
                 for row, of_row in zip(at_rows, sums, strict=True):
-                    pair = splat_at(builder, builder.add(row, along))
+                    pair = splat_at(builder, builder.add(row, place))
                     for total, column in zip(of_row, columns, strict=True):
                         builder.store(add_pairs(builder, builder.load(total), pair, column), total)
             for r, of_row in enumerate(sums):
@@ -89,44 +108,170 @@ def _multiply(count: int) -> Any:
                     store(builder, builder.load(total), builder.add(totals, I64(256 * r + 64 * v)))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 8), generate
 
     return intrinsic(multiply)
 
 
-_multiply_1, _multiply_2, _multiply_3 = (_multiply(count) for count in range(1, FEW_ROWS + 1))
+_1, _2, _3, _4, _5, _6 = (_multiply(count) for count in range(1, AT_ONCE + 1))
 
 
 @compiled
-def _block(job: Any, block: Any, totals: Any) -> None:
-    """Multiplies all rows with a block of outputs. totals [rows, 64] float32, written"""
-    row_bytes, into = 4 * job.pairs, totals.ctypes.data
-    weight, bias = job.weight + 256 * block * job.pairs, job.bias + 256 * block
-    if job.rows == 1:
-        _multiply_1(job.given, row_bytes, weight, job.pairs, bias, into)
-    elif job.rows == 2:
-        _multiply_2(job.given, row_bytes, weight, job.pairs, bias, into)
+def _add_products(
+    count: Any,
+    rows: Any,
+    along: Any,
+    weight: Any,
+    pairs: Any,
+    begins: Any,
+    stride: Any,
+    totals: Any,
+    ahead: Any,
+) -> None:
+    """Computes totals = begins + rows · weight for up to six rows and a block of outputs, in the same order for any
+    count.
+
+    rows            address of [count] int64: the addresses of rows
+    along           bytes from the address of a row to its pairs
+    weight          address of [pairs, 64] pairs
+    begins, totals  addresses of [count, 64] float32, those of `begins` `stride` bytes apart
+    ahead           bytes from the weights to the memory that is fetched into the second cache
+    """
+    if count == 1:
+        _1(rows, along, weight, pairs, begins, stride, totals, ahead)
+    elif count == 2:
+        _2(rows, along, weight, pairs, begins, stride, totals, ahead)
+    elif count == 3:
+        _3(rows, along, weight, pairs, begins, stride, totals, ahead)
+    elif count == 4:
+        _4(rows, along, weight, pairs, begins, stride, totals, ahead)
+    elif count == 5:
+        _5(rows, along, weight, pairs, begins, stride, totals, ahead)
     else:
-        _multiply_3(job.given, row_bytes, weight, job.pairs, bias, into)
+        _6(rows, along, weight, pairs, begins, stride, totals, ahead)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round_block(typing: Any, totals: Any, to: Any) -> Any:
+    """Rounds [64] float32 to bfloat16. totals, to: addresses"""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        totals, to = given
+        for half in range(_VECTORS // 2):
+            low, high = (load(builder, builder.add(totals, I64(128 * half + 64 * v))) for v in range(2))
+            store(builder, rounded(builder, low, high), builder.add(to, I64(64 * half)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@compiled
+def _write(total: Any, into: Any) -> None:
+    """Rounds the first numbers of total [64] float32 to a row's outputs of a block, into [≤ 64] bfloat16."""
+    if len(into) == _BLOCK:
+        _round_block(total.ctypes.data, into.ctypes.data)
+    else:
+        for i in range(len(into)):
+            into[i] = narrow(total[i], into)
+
+
+@compiled
+def _place(expert: Any, experts: Any) -> Any:
+    return expert if 0 <= expert < experts else experts
+
+
+@compiled
+def _sort(chosen: Any, begins: Any, order: Any) -> None:
+    """Sorts products by expert.
+
+    chosen  [products] int64; a number of no expert comes after all others
+    begins  [experts + 2] int64, written: where each expert's products begin in `order`, and where they end
+    order   [products] int64, written
+    """
+    experts = len(begins) - 2
+    begins[:] = 0
+    for expert in chosen:
+        begins[_place(expert, experts) + 1] += 1
+    for expert in range(experts + 1):
+        begins[expert + 1] += begins[expert]
+    for product, expert in enumerate(chosen):
+        place = _place(expert, experts)
+        order[begins[place]] = product
+        begins[place] += 1
+    for expert in range(experts + 1, 0, -1):
+        begins[expert] = begins[expert - 1]
+    begins[0] = 0
+
+
+@compiled
+def _next_task(claims: Any, thread: Any, threads: Any, tasks: Any) -> Any:
+    """Claims a task: the next one of a thread's own range, or one of another thread's where its own are done.
+    Returns -1 if none is left. Ranges are contiguous, so that a thread reads memory in order.
+
+    claims  [8 · (1 + threads)] int64: claimed tasks of each range, in cache lines of their own
+    """
+    for step in range(threads):
+        owner = (thread + step) % threads
+        begin, end = owner * tasks // threads, (owner + 1) * tasks // threads
+        if begin + claims[8 * (1 + owner)] < end:
+            task = begin + fetch_add(claims, 8 * (1 + owner), 1)
+            if task < end:
+                return task
+    return -1
 
 
 def _work(jobs: Any) -> None:
-    """Runs one thread's share of a job: claims blocks until none is left."""
+    """Runs one thread's share of a job: claims tasks until none is left."""
     job = nb.carray(jobs, (1,))[0]
-    claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
-    out = nb.carray(pointer_to(job.out), (job.rows, job.outputs), np.uint16)
-    totals = np.empty((_FEW_ROWS, 64), np.float32)
+    claims = nb.carray(pointer_to(job.claims), (8 * (1 + job.threads),), np.int64)
+    out = nb.carray(pointer_to(job.out), (job.products, job.outputs), np.uint16)
+    begins, order = np.empty(job.experts + 2, np.int64), np.empty(job.products, np.int64)
+    if job.chosen != 0:
+        _sort(nb.carray(pointer_to(job.chosen), (job.products,), np.int64), begins, order)
+        for place in range(begins[job.experts], job.products):
+            out[order[place]] = 0
+    else:
+        begins[0], begins[1] = 0, job.products
+        for product in range(job.products):
+            order[product] = product
+    tasks = np.empty(job.experts + 1, np.int64)  # of the experts before each
+    tasks[0] = 0
+    for expert in range(job.experts):
+        parts = (begins[expert + 1] - begins[expert] + _PART - 1) // _PART
+        tasks[expert + 1] = tasks[expert] + parts * job.blocks
+    rows, totals = np.empty(_PART, np.int64), np.empty((_PART, _BLOCK), np.float32)
+    thread = fetch_add(claims, 0, 1)
     while True:
-        block = fetch_add(claimed, 0, 1)
-        if block >= job.blocks:
+        task = _next_task(claims, thread, job.threads, tasks[job.experts])
+        if task < 0:
             return
-        _block(job, block, totals)
-        begin = block * 64
-        columns = min(64, job.outputs - begin)
-        for r in range(job.rows):
-            into, total = out[r, begin : begin + columns], totals[r]
-            for i in range(columns):
-                into[i] = narrow(total[i], into)
+        expert = np.searchsorted(tasks, task, "right") - 1
+        parts = (tasks[expert + 1] - tasks[expert]) // job.blocks
+        block, part = divmod(task - tasks[expert], parts)
+        number = job.blocks * expert + block
+        weight, begun, stride = job.weights + 256 * job.pairs * number, job.biases + 256 * number, 0
+        begin = begins[expert] + _PART * part
+        count = min(_PART, begins[expert + 1] - begin)
+        for r in range(count):
+            rows[r] = job.given + 4 * job.pairs * (order[begin + r] // job.choices)
+        for pair in range(0, job.pairs, _PAIRS):
+            pairs = min(_PAIRS, job.pairs - pair)
+            for r in range(0, count, AT_ONCE):
+                at = totals[r:].ctypes.data
+                _add_products(
+                    min(AT_ONCE, count - r),
+                    rows[r:].ctypes.data,
+                    4 * pair,
+                    weight + 256 * pair,
+                    pairs,
+                    begun if stride == 0 else at,
+                    stride,
+                    at,
+                    _AHEAD if r == 0 else 256 * pairs,
+                )
+            stride = 256
+        for r in range(count):
+            _write(totals[r], out[order[begin + r], _BLOCK * block : _BLOCK * (block + 1)])
 
 
 @cache
@@ -134,60 +279,92 @@ def _compiled() -> int:
     return c_function(_work, JOB)
 
 
-class FewRows:
-    """Product of up to `FEW_ROWS` rows with one packed weight. One thread at a time may use it."""
+class PackedProducts:
+    """Products with packed weights. One thread at a time may use it."""
 
-    def __init__(self, memory: int, shape: tuple[int, int], bias: Tensor | None) -> None:
-        """Initialises a product with a packed weight of shape [out, in] at an address. The caller keeps it."""
-        self.out_features, self.in_features = shape
+    def __init__(self, memory: int, shape: tuple[int, int, int], biases: Tensor | None) -> None:
+        """Initialises products with weights of shape [experts, out, in] that lie packed at an address, which the
+        caller keeps. biases: [experts, out]"""
+        self.experts, self.out_features, self.in_features = shape
         blocks = -(-self.out_features // _BLOCK)
-        self._bias = torch.zeros(blocks * _BLOCK)
-        if bias is not None:
-            self._bias[: self.out_features] = bias.float()
-        self._claimed = np.zeros(1, np.int64)
+        self._biases = torch.zeros(self.experts, blocks * _BLOCK)
+        if biases is not None:
+            self._biases[:, : self.out_features] = biases
+        self._most_threads = os.cpu_count() or 1
+        self._claims = np.zeros(8 * (1 + self._most_threads), np.int64)
+        self._claims_at = self._claims.ctypes.data
         job = np.zeros(1, JOB)
         self._job, self._job_at = memoryview(job.view(np.uint8)), job.ctypes.data  # type: ignore[arg-type]
-        self._before = (self._claimed.ctypes.data, blocks, self.in_features // 2)
-        self._weight, self._bias_at = memory, self._bias.data_ptr()
-        self.most_numbers = FEW_ROWS * self.in_features
+        sizes = self.experts, blocks, self.in_features // 2, self.out_features
+        self._weights = *sizes, memory, self._biases.data_ptr()
         self._function = _compiled()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes x […, in] of up to `most_numbers` numbers → […, out], contiguous bfloat16."""
+    def __call__(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Multiplies each row by the weights of the experts that were chosen for it.
+
+        x       [rows, in] bfloat16
+        chosen  [rows · choices] int64, contiguous: experts' numbers, all choices of a row one after the other. None:
+                expert 0 for each row
+        Returns [rows · choices, out] bfloat16: zeros for a number that no expert has, as some routers use.
+        """
         rows = x.contiguous()
-        out = rows.new_empty(*x.shape[:-1], self.out_features)
         count = rows.numel() // self.in_features
-        addresses = rows.data_ptr(), self._weight, self._bias_at, out.data_ptr()
-        _FIELDS.pack_into(self._job, 0, *self._before, count, self.out_features, *addresses)
-        self._claimed[0] = 0
-        run_on_threads(self._function, self._job_at, torch.get_num_threads())
+        products = count if chosen is None else len(chosen)
+        out = rows.new_empty(products, self.out_features)
+        if not products:
+            return out
+        threads = min(torch.get_num_threads(), self._most_threads)
+        self._claims[: 8 * (1 + threads)] = 0
+        choices, chosen_at = (1, 0) if chosen is None else (products // count, chosen.data_ptr())
+        addresses = chosen_at, rows.data_ptr(), out.data_ptr()
+        _FIELDS.pack_into(
+            self._job, 0, self._claims_at, threads, *self._weights, products, choices, *addresses
+        )
+        run_on_threads(self._function, self._job_at, threads)
         return out
 
 
-def for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewRows | None:
-    """Returns the product of few rows with oneDNN's packed form of a weight [out, in] of bfloat16. The caller keeps
-    the packed form.
+class PackedLayers:
+    """Linear layers of one shape with packed weights: the experts of a mixture, or a single layer."""
 
-    None: the processor has no products of pairs, torch does not say where the form is, or it is not in the layout
-    that the loops read. The two are compared number by number, because the layout is oneDNN's own affair.
+    def __init__(self, weights: Tensor, biases: Tensor | None) -> None:
+        """Packs weights [experts, out, in] of bfloat16 with an even number of inputs. biases: [experts, out]"""
+        experts, self._outputs, inputs = weights.shape
+        self._packed = _pack(weights)
+        self.multiply = PackedProducts(self._packed.data_ptr(), (experts, self._outputs, inputs), biases)
+
+    def unpacked(self) -> Tensor:
+        """Returns the weights [experts, out, in] in new memory, equal bit by bit."""
+        return self._packed.transpose(2, 3).flatten(3).flatten(1, 2)[:, : self._outputs].contiguous()
+
+
+def _pack(weights: Tensor) -> Tensor:
+    """Packs weights [experts, out, in] → [experts, blocks, in / 2, 64, 2]. Outputs that fill up the last block are
+    zeros."""
+    experts, outputs, inputs = weights.shape
+    blocks, pairs = -(-outputs // _BLOCK), inputs // 2
+    packed = torch.empty(experts, blocks, pairs, _BLOCK, 2, dtype=torch.bfloat16)
+    for weight, into in zip(weights, packed, strict=True):
+        whole = nn.functional.pad(weight, (0, 0, 0, _BLOCK * blocks - outputs))
+        into.copy_(whole.view(blocks, _BLOCK, pairs, 2).transpose(1, 2))
+    return packed
+
+
+def over_onednn(packed: Tensor, weight: Tensor, bias: Tensor | None) -> PackedProducts | None:
+    """Returns products with oneDNN's packed form of a weight [out, in], which is read in place. The caller keeps the
+    packed form.
+
+    None: torch does not say where the form is, or it is not in the layout that the loops read. The two are compared
+    number by number, because the layout is oneDNN's own affair.
     """
     outputs, inputs = weight.shape
-    blocks = -(-outputs // _BLOCK)
-    if not (
-        has_pair_products() and hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
-    ):
+    if not (hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")) or inputs % 2:
         return None
-    if inputs % 2 or torch.ops.mkldnn._nbytes(packed) != 2 * blocks * _BLOCK * inputs:
+    expected = _pack(weight[None])
+    if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
         return None
     address = torch.ops.mkldnn.data_ptr(packed)
-    memory = (ctypes.c_int16 * (blocks * _BLOCK * inputs)).from_address(address)
-    stored = torch.frombuffer(memory, dtype=torch.int16).view(blocks, inputs // 2, _BLOCK, 2)
-    whole = outputs // _BLOCK * _BLOCK
-    numbers = weight.detach().contiguous().view(torch.int16)
-    rest = torch.zeros(blocks * _BLOCK - whole, inputs, dtype=torch.int16)
-    rest[: outputs - whole] = numbers[whole:]
-    expected = (numbers[:whole], stored[: whole // _BLOCK]), (rest, stored[whole // _BLOCK :])
-    for part, in_blocks in expected:
-        if not torch.equal(part.view(-1, _BLOCK, inputs // 2, 2).transpose(1, 2), in_blocks):
-            return None
-    return FewRows(address, (outputs, inputs), bias)
+    memory = (ctypes.c_int16 * expected.numel()).from_address(address)
+    if not torch.equal(torch.frombuffer(memory, dtype=torch.int16), expected.view(torch.int16).flatten()):
+        return None
+    return PackedProducts(address, (1, outputs, inputs), None if bias is None else bias[None])

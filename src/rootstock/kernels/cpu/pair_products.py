@@ -72,7 +72,7 @@ def add_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) 
     return builder.call(function, [total, builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)])
 
 
-def _rounded(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+def rounded(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """Rounds two vectors of float32 to one of 32 bfloat16, to nearest."""
     kind = ir.FunctionType(_PAIRS, [FLOATS, FLOATS])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
@@ -188,7 +188,7 @@ def _weights_of_tile(count: int) -> Any:
                 store(builder, total, at)
                 for half in range(_VECTORS // 2):
                     at = builder.add(weights, I64(2 * TILE * r + 64 * half))
-                    store(builder, _rounded(builder, *made[2 * half : 2 * half + 2]), at)
+                    store(builder, rounded(builder, *made[2 * half : 2 * half + 2]), at)
             return context.get_dummy_value()
 
         int64 = types.int64

@@ -1,17 +1,19 @@
 """Linear layers whose weights are packed once for the device that multiplies them. Several layers may form one
 product.
 
-`prepare` chooses the format. Measured on two cores with matrix units (AMX), for hidden sizes of 640 to 4096:
+`prepare` chooses the format:
 
-- bfloat16 on a CPU: oneDNN multiplies with weights in a blocked layout of its own. With a plain weight, `F.linear`
-  reaches 40 to 50 % of the memory's bandwidth at one row; with a packed weight 70 to 85 %. The time with a packed
-  weight is 0.54 to 0.73 of that with a plain weight at 1 to 32 rows, 0.7 to 0.9 at 128, and 0.85 to 1.0 at 512 and
-  2,048. oneDNN's packing takes a hint of the number of rows. Packed for few rows, it loses up to a third at 513 rows.
-  Packed for many rows, it loses nothing at one row, so the hint is many. The exception is weights of few outputs
-  (640): packed for many rows they take 1.2 to 1.5 of the time at 400 to 600 rows; packed for one row 0.8 to 1.1 (1.25
-  at 513), and a tenth more at one row. Their hint is one row.
-- bfloat16 by AVX512-BF16: up to three rows are multiplied by Rootstock's own loops, which read oneDNN's layout in
-  place (kernels/cpu/packed_products.py), in .5 to .8 of oneDNN's time.
+- bfloat16 on a CPU with AVX512-BF16 and without matrix units: Rootstock's own loops over packed weights
+  (kernels/cpu/packed_products.py). On two cores they take .6 to .85 of oneDNN's time for 1 to 24 rows and .94 to 1.0
+  for 32 to 2,048, and a row's product does not depend on the rows beside it.
+- bfloat16 on a CPU with matrix units (AMX): oneDNN with weights in a blocked layout of its own. On two cores, for
+  hidden sizes of 640 to 4096, `F.linear` with a plain weight reaches 40 to 50 % of the memory's bandwidth at one row;
+  with a packed weight 70 to 85 %. With a packed weight the time is 0.54 to 0.73 of the time with a plain one at 1 to
+  32 rows, 0.7 to 0.9 at 128, and 0.85 to 1.0 at 512 and 2,048. oneDNN's packing takes a hint of the number of rows.
+  Packed for few rows, it loses up to a third at 513 rows. Packed for many rows, it loses nothing at one row, so the
+  hint is many. The exception is weights of few outputs (640): packed for many rows they take 1.2 to 1.5 of the time
+  at 400 to 600 rows; packed for one row 0.8 to 1.1 (1.25 at 513), and a tenth more at one row. Their hint is one row.
+  Up to three rows go to Rootstock's loops, which read oneDNN's layout in place.
 - float32: packed weights of oneDNN and MKL win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9). `F.linear`
   multiplies float32 weights, and every other dtype and device. The weights of several layers then lie in one tensor.
 
@@ -28,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # this module imports Numba, which may be missing
-    from rootstock.kernels.cpu.packed_products import FewRows
+    from rootstock.kernels.cpu.packed_products import PackedProducts
 
 _ROWS_HINT, _FEW_OUTPUTS = 512, 1024
+_FEW_ROWS = 3  # more rows are as fast by matrix units
 
 
 class Linear(Protocol):
@@ -83,11 +86,27 @@ def is_packed(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and packs_bfloat16(weight.device)
 
 
+def has_pair_loops() -> bool:
+    """Returns whether Rootstock's loops multiply packed bfloat16 weights here: for few rows where the processor has
+    matrix units, else for any number of rows."""
+    try:
+        from rootstock.kernels.cpu.pair_products import has_pair_products
+    except ImportError:  # Numba is missing
+        return False
+    return has_pair_products()
+
+
+def has_matrix_units() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
 def prepare(weight: Tensor, bias: Tensor | None) -> Linear:
     """Prepares weight [out, in] in the fastest format known for it. A packed layer keeps no reference to `weight`."""
-    if is_packed(weight):
-        return Prepacked(weight, bias)
-    return Plain(weight, bias)
+    if not is_packed(weight):
+        return Plain(weight, bias)
+    if weight.shape[1] % 2 == 0 and has_pair_loops() and not has_matrix_units():
+        return Blocked(weight, bias)
+    return Prepacked(weight, bias)
 
 
 class Plain:
@@ -113,16 +132,42 @@ class Plain:
         return self.weight
 
 
-def _for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewRows | None:
-    try:
-        from rootstock.kernels.cpu.packed_products import for_few_rows
-    except ImportError:  # Numba is missing
+class Blocked:
+    """Linear layer with a bfloat16 weight in Rootstock's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        from rootstock.kernels.cpu.packed_products import PackedLayers
+
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach()
+        self._layers = PackedLayers(weight.detach()[None], None if bias is None else bias.detach()[None])
+        self._multiply = self._layers.multiply
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.out_features * self.in_features + nbytes_of(self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x).view(*x.shape[:-1], self.out_features)
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
+
+    def unpacked(self) -> Tensor:
+        """Returns the weight [out, in] in a new tensor, equal bit by bit."""
+        return self._layers.unpacked()[0]
+
+
+def _for_few_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> PackedProducts | None:
+    if not has_pair_loops():
         return None
-    return for_few_rows(packed, weight, bias)
+    from rootstock.kernels.cpu.packed_products import over_onednn
+
+    return over_onednn(packed, weight.detach(), None if bias is None else bias.detach())
 
 
 class Prepacked:
-    """Linear layer with a weight in oneDNN's layout. It equals `F.linear`: the same products, summed in float32."""
+    """Linear layer with a bfloat16 weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -130,16 +175,16 @@ class Prepacked:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
         self._bias = None if bias is None else bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self.few_rows = _for_few_rows(self._packed, weight, bias)
+        self._few_rows = _for_few_rows(self._packed, weight, bias)
+        self._few_numbers = 0 if self._few_rows is None else _FEW_ROWS * self.in_features
 
     @property
     def nbytes(self) -> int:
         return self.out_features * self.in_features * self._packed.element_size() + nbytes_of(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        few_rows = self.few_rows
-        if few_rows is not None and 0 < x.numel() <= few_rows.most_numbers:
-            return few_rows(x)
+        if self._few_rows is not None and x.numel() <= self._few_numbers:
+            return self._few_rows(x).view(*x.shape[:-1], self.out_features)
         product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
         return product
 
