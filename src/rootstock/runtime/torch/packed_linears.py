@@ -1,10 +1,10 @@
-"""Packing of a loaded model's linear layers for the device that runs them, without changing the model's code.
+"""Packing of a loaded model's weights for the device that runs them, without changing the model's code.
 
 A plain `nn.Linear` gets a `forward` that multiplies with packed weights, and its original weight is freed. A tensor
 of the same shape and dtype that has no memory and reads as NaN takes its place. Code that still reads `linear.weight`
-then gets NaN, never a wrong or accidentally right number. Everything else is unchanged: subclasses of `nn.Linear`,
-modules with hooks or parametrizations, experts in raw parameters. A head that is tied to the embedding is packed, and
-the embedding keeps its weight.
+then gets NaN, never a wrong or accidentally right number. Experts of mixtures are packed likewise
+(packed_experts.py). Everything else is unchanged: subclasses of `nn.Linear`, modules with hooks or parametrizations,
+other raw parameters. A head that is tied to the embedding is packed, and the embedding keeps its weight.
 
 Some code reads a linear layer's weight directly (latents are attended with absorbed weights, some mixers multiply by
 hand). The model is therefore run once before packing, and every read of a weight outside its layer's own forward is
@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rootstock.errors import InvalidOption
-from rootstock.kernels.torch.linear import Linear, Plain, Prepacked, is_packed, prepare, stacked
+from rootstock.kernels.torch.linear import Blocked, Linear, Plain, Prepacked, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
+from rootstock.runtime.torch.packed_experts import PackedExperts, find_experts, pack_experts
 from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
@@ -51,11 +52,12 @@ _SHAPE_ONLY = {
 
 @dataclass(slots=True)
 class Packing:
-    """Result of packing a model's linear layers."""
+    """Result of packing a model's weights."""
 
     # For each requested group the packed layer; None: its members could not be packed as one.
     groups: list[Linear | None]
-    packed: int = 0  # number of packed modules
+    packed: int = 0  # number of packed linear layers
+    experts: list[PackedExperts] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)  # unchanged: name → reason
     unrounded: dict[str, str] = field(default_factory=dict)  # not quantized: name → reason
     rounded: dict[str, float] = field(default_factory=dict)  # quantized: name → relative error
@@ -104,11 +106,16 @@ def pack_linears(
     ways = _ways(model, linears, quantize, packing)
     for linear in [linear for linear in linears if not ways[linear]]:
         packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} weights are not packed"
-    if linears:
+    experts = find_experts(model)
+    if linears or experts:
         before, read = _watched(linears, exercise)
         for linear in read:
             packing.kept[linears.pop(linear)] = "its weight is read by other code"
-        _pack(linears, ways, groups, packing, progress)
+        parameters = [linear.weight for linear in linears]
+        parameters += [parameter for module in experts for parameter in module.parameters()]
+        total = sum(parameter.numel() for parameter in parameters)
+        _pack(linears, ways, groups, packing, lambda numbers: progress(numbers / total))
+        _pack_experts(experts, packing, lambda numbers: progress(1.0 - numbers / total))
         packing.difference = _difference(exercise(), before)
         if packing.rounded:
             if packing.difference == float("inf"):
@@ -226,10 +233,10 @@ def _pack(
     ways: dict[nn.Linear, Way],
     groups: Sequence[Sequence[nn.Linear]],
     packing: Packing,
-    progress: Callable[[float], None],
+    progress: Callable[[int], None],
 ) -> None:
+    """Packs linear layers, and reports how many numbers of weights are done."""
     jobs, numbers = _jobs(linears, ways, groups)
-    total = sum(job.modules[0].weight.numel() for job in jobs)
     done = 0
     scratch = None
     if {"int8", "int4"} & set(ways.values()):
@@ -244,7 +251,7 @@ def _pack(
         weight, bias = stacked(
             [module.weight.detach() for module in job.modules], [module.bias for module in job.modules]
         )
-        done += sum(each.modules[0].weight.numel() for each in sharing)
+        done += sum(module.weight.numel() for each in sharing for module in each.modules)
         linear, wrong, error = _made(weight, bias, job.way, scratch)
         del weight, bias
         for each in sharing:
@@ -259,7 +266,21 @@ def _pack(
                 packing.rounded |= dict.fromkeys(each.names, error)
             if id(each) in numbers:
                 packing.groups[numbers[id(each)]] = linear
-        progress(done / total)
+        progress(done)
+
+
+def _pack_experts(experts: dict[nn.Module, str], packing: Packing, progress: Callable[[int], None]) -> None:
+    """Packs modules of experts, and reports how many numbers of weights are left."""
+    left = sum(parameter.numel() for module in experts for parameter in module.parameters())
+    for module, name in experts.items():
+        numbers = sum(parameter.numel() for parameter in module.parameters())
+        packed = pack_experts(module)
+        if isinstance(packed, str):
+            packing.kept[name] = packed
+        else:
+            packing.experts.append(packed)
+        left -= numbers
+        progress(left)
 
 
 def _jobs(
@@ -429,12 +450,15 @@ def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         del linear.forward
         packing.kept[name] = why
+    for experts in packing.experts:
+        experts.restore()
     packing.groups = [None] * len(packing.groups)
     packing.packed = 0
+    packing.experts = []
 
 
 def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:
-    assert isinstance(linear, Prepacked), "only prepacked weights are restored"
+    assert isinstance(linear, (Blocked, Prepacked)), "only packed weights are restored"
     if id(linear) not in restored:
         restored[id(linear)] = linear.unpacked()
     return restored[id(linear)]

@@ -1,0 +1,139 @@
+"""Packing of the experts of mixtures, which transformers keep in raw parameters of three dimensions.
+
+A module of experts that transformers dispatches (`use_experts_implementation`) says by attributes how its weights lie
+and whether they have gates and biases. Such a module gets a `forward` that multiplies with packed weights; the
+module's own code still computes the gate or activation between the two products, and the norm after them. As with
+linear layers, the original weights are freed, and read as NaN afterwards.
+
+This is for bfloat16 on processors with AVX512-BF16. Processors with matrix units (AMX) keep torch's grouped product,
+which uses the units for many rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels.torch.linear import has_matrix_units, has_pair_loops, packs_bfloat16
+
+if TYPE_CHECKING:  # this module imports Numba, which may be missing
+    from rootstock.kernels.cpu.packed_products import PackedLayers
+
+_SAMPLE_ROWS = 4
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+
+
+def find_experts(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the modules of experts that can be packed here, with their names."""
+    if not packs_bfloat16(torch.device("cpu")) or not has_pair_loops() or has_matrix_units():
+        return {}
+    return {module: name for name, module in model.named_modules() if _is_packable(module)}
+
+
+def _is_packable(module: nn.Module) -> bool:
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    if module._is_expert_parallel or "forward" in vars(module) or any(hooks):
+        return False
+    weights = _weights(module)
+    if set(weights) != set(module._parameters):
+        return False
+    return all(
+        isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        for weight in weights.values()
+    ) and all(
+        weights[name].dim() == 3 and weights[name].shape[1 if module.is_transposed else 2] % 2 == 0
+        for name in (_first(module), "down_proj")
+    )
+
+
+def _first(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _weights(module: Any) -> dict[str, Any]:
+    """Returns the parameters that a module of experts should have. A missing one is None."""
+    names = [_first(module), "down_proj"]
+    if module.has_bias:
+        names += [f"{name}_bias" for name in names]
+    return {name: module._parameters.get(name) for name in names}
+
+
+class PackedExperts:
+    """Replacement of the `forward` of a module of experts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._names = _first(module), "down_proj"
+        self._first, self._down = (self._packed(name) for name in self._names)
+
+    def _packed(self, name: str) -> PackedLayers:
+        from rootstock.kernels.cpu.packed_products import PackedLayers
+
+        parameters, transposed = self._module._parameters, self._module.is_transposed
+        weights = parameters[name].detach()
+        biases = parameters[f"{name}_bias"].detach() if self._module.has_bias else None
+        return PackedLayers(weights.mT if transposed else weights, biases)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes hidden_states [rows, hidden] → [rows, hidden]. top_k_index, top_k_weights: [rows, choices]"""
+        module = self._module
+        chosen = top_k_index.reshape(-1).to(torch.int64)
+        inner = self._first.multiply(hidden_states, chosen)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        products = self._down.multiply(inner, chosen)
+        if module.has_post_expert_norm:
+            products = module.post_expert_norm(products)
+        rows, choices = top_k_index.shape
+        weighted = products.view(rows, choices, -1) * top_k_weights.view(rows, choices, 1)
+        return weighted.sum(1).to(hidden_states.dtype)
+
+    def use(self) -> None:
+        """Lets the module compute with the packed weights, and frees its own."""
+        for name in self._names:
+            gone = torch.full((), torch.nan, dtype=torch.bfloat16).expand(
+                self._module._parameters[name].shape
+            )
+            setattr(self._module, name, nn.Parameter(gone, requires_grad=False))
+        self._module.forward = self
+
+    def restore(self) -> None:
+        """Gives the module its own `forward` and weights back."""
+        for name, layers in zip(self._names, (self._first, self._down), strict=True):
+            weights = layers.unpacked()
+            weights = weights.mT.contiguous() if self._module.is_transposed else weights
+            setattr(self._module, name, nn.Parameter(weights, requires_grad=False))
+        del self._module.forward
+
+
+def pack_experts(module: Any) -> PackedExperts | str:
+    """Packs the weights of a module that `find_experts` returned. Returns the reason if the module stays as it is,
+    because its products would differ by more than rounding."""
+    sample = _sample(module)
+    expected = module(*sample).float()
+    packed = PackedExperts(module)
+    difference = _rms(packed(*sample).float() - expected)
+    allowed = torch.finfo(torch.bfloat16).eps * _rms(expected)
+    if not difference <= allowed:
+        return f"packed it is off by {difference:.2g}, allowed is {allowed:.2g}"
+    packed.use()
+    return packed
+
+
+def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns arguments of a forward: a few random rows, whose choices are all experts in turn."""
+    weights = module._parameters[_first(module)]
+    experts, inputs = weights.shape[0], weights.shape[1 if module.is_transposed else 2]
+    choices = min(2, experts)
+    random = torch.Generator().manual_seed(0)
+    rows = max(_SAMPLE_ROWS, -(-experts // choices))
+    x = torch.randn(rows, inputs, generator=random).to(weights.dtype)
+    chosen = torch.arange(rows * choices).view(rows, choices) % experts
+    return x, chosen, torch.rand(rows, choices, generator=random).to(weights.dtype)
+
+
+def _rms(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
