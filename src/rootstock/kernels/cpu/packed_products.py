@@ -40,6 +40,7 @@ from rootstock.kernels.cpu.compiler import (
     types,
 )
 from rootstock.kernels.cpu.pair_products import AT_ONCE, add_pairs, rounded, splat_at
+from rootstock.kernels.cpu.stages import Stages
 from rootstock.kernels.cpu.threads import run_on_threads
 from rootstock.kernels.cpu.vector_lanes import I64, INTS, LANES, fetch, load, store
 
@@ -293,8 +294,9 @@ class PackedProducts:
         self._most_threads = os.cpu_count() or 1
         self._claims = np.zeros(8 * (1 + self._most_threads), np.int64)
         self._claims_at = self._claims.ctypes.data
-        job = np.zeros(1, JOB)
-        self._job, self._job_at = memoryview(job.view(np.uint8)), job.ctypes.data  # type: ignore[arg-type]
+        self._job = np.zeros(1, JOB)
+        self._job_at = self._job.ctypes.data
+        self._job_bytes = memoryview(self._job.view(np.uint8))  # type: ignore[arg-type]
         sizes = self.experts, blocks, self.in_features // 2, self.out_features
         self._weights = *sizes, memory, self._biases.data_ptr()
         self._function = _compiled()
@@ -318,10 +320,17 @@ class PackedProducts:
         choices, chosen_at = (1, 0) if chosen is None else (products // count, chosen.data_ptr())
         addresses = chosen_at, rows.data_ptr(), out.data_ptr()
         _FIELDS.pack_into(
-            self._job, 0, self._claims_at, threads, *self._weights, products, choices, *addresses
+            self._job_bytes, 0, self._claims_at, threads, *self._weights, products, choices, *addresses
         )
         run_on_threads(self._function, self._job_at, threads)
         return out
+
+    def record(self, stages: Stages, x: Tensor, out: Tensor) -> None:
+        """Records the product of x [rows, in] by expert 0 into out [rows, out], both contiguous."""
+        threads = min(torch.get_num_threads(), self._most_threads)
+        addresses = 0, x.data_ptr(), out.data_ptr()
+        _FIELDS.pack_into(self._job_bytes, 0, 0, threads, *self._weights, len(x), 1, *addresses)
+        stages.add(self._function, self._job, "claims", 8 * (1 + threads))
 
 
 class PackedLayers:

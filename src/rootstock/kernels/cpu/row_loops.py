@@ -14,8 +14,9 @@ rows.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,7 @@ from rootstock.kernels.cpu.compiler import (
     sigmoid,
     widen,
 )
+from rootstock.kernels.cpu.stages import Stages
 from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 
 PARALLEL_FROM = 16  # rows
@@ -256,9 +258,19 @@ class RowLoops:
         self._call = callable_at(self._function)
         self._claimed = np.zeros(1, np.int64)
         self._claimed_at = self._claimed.ctypes.data
-        job = np.zeros(1, JOB)
-        self._job = memoryview(job.view(np.uint8))  # type: ignore[arg-type]
-        self._job_at = job.ctypes.data
+        self._job = np.zeros(1, JOB)
+        self._job_at = self._job.ctypes.data
+        self._job_bytes = memoryview(self._job.view(np.uint8))  # type: ignore[arg-type]
+        self._stages: Stages | None = None
+
+    @contextlib.contextmanager
+    def recorded(self, stages: Stages) -> Iterator[None]:
+        """Lets calls inside the context be recorded instead of run."""
+        self._stages = stages
+        try:
+            yield
+        finally:
+            self._stages = None
 
     def rms_norm(self, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Computes out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467).
@@ -360,7 +372,7 @@ class RowLoops:
         shape = out.shape
         rows = shape[0]
         _FIELDS.pack_into(
-            self._job,
+            self._job_bytes,
             0,
             operation,
             rows,
@@ -383,6 +395,9 @@ class RowLoops:
             rotary_dim,
             eps,
         )
+        if self._stages is not None:
+            self._stages.add(self._function, self._job, "claimed", 1)
+            return
         self._claimed[0] = 0
         if rows < PARALLEL_FROM:
             self._call(self._job_at)

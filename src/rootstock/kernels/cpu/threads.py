@@ -39,6 +39,17 @@ def run_on_threads(function: int, argument: int, threads: int) -> None:
         _runner()(function, argument, threads)
 
 
+@cache
+def team_size_function() -> int:
+    """Returns the address of the C function int (void) that tells a thread of a call of `run_on_threads` how many
+    threads take part. Returns 0 if torch's runtime is not libgomp. A call with one thread is no team, and counts
+    one."""
+    openmp = _torch_openmp()
+    if openmp is None:
+        return 0
+    return int(ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p).value or 0)
+
+
 def end_team() -> None:
     """Ends the helper threads of the calling thread if torch's runtime is libgomp. A later computation starts new
     ones.

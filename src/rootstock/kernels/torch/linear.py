@@ -142,6 +142,7 @@ class Blocked:
         self._bias = None if bias is None else bias.detach()
         self._layers = PackedLayers(weight.detach()[None], None if bias is None else bias.detach()[None])
         self._multiply = self._layers.multiply
+        self.record = self._multiply.record
 
     @property
     def nbytes(self) -> int:

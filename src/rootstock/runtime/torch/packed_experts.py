@@ -22,7 +22,12 @@ if TYPE_CHECKING:  # this module imports Numba, which may be missing
     from rootstock.kernels.cpu.packed_products import PackedLayers
 
 _SAMPLE_ROWS = 4
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_IS_PARALLEL, _APPLY_GATE = (
+    "_is_expert_parallel",
+    "_apply_gate",
+)  # attributes that transformers gives the modules
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", _IS_PARALLEL)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def find_experts(model: nn.Module) -> dict[nn.Module, str]:
@@ -35,8 +40,8 @@ def find_experts(model: nn.Module) -> dict[nn.Module, str]:
 def _is_packable(module: nn.Module) -> bool:
     if not all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    if module._is_expert_parallel or "forward" in vars(module) or any(hooks):
+    changes = "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
+    if changes or getattr(module, _IS_PARALLEL):
         return False
     weights = _weights(module)
     if set(weights) != set(module._parameters):
@@ -83,7 +88,7 @@ class PackedExperts:
         module = self._module
         chosen = top_k_index.reshape(-1).to(torch.int64)
         inner = self._first.multiply(hidden_states, chosen)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        inner = getattr(module, _APPLY_GATE)(inner) if module.has_gate else module.act_fn(inner)
         products = self._down.multiply(inner, chosen)
         if module.has_post_expert_norm:
             products = module.post_expert_norm(products)

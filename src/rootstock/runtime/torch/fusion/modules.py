@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rootstock.kernels.api import Scores
 from rootstock.kernels.cpu.row_loops import RowLoops
 from rootstock.runtime.torch.fusion.base import Fused, FusedStep, Projection
 from rootstock.runtime.torch.hooks import HARMLESS
+
+MOST_RECORDED_ROWS = 32  # rows of a recorded part (layers.py)
 
 
 class FusedLoops:
@@ -40,6 +42,11 @@ class FusedLoops:
         if memory is None or len(memory) < rows:
             memory = self._memory[name, width] = torch.empty(rows, width, dtype=self.dtype)
         return memory[:rows]
+
+    def fixed(self, name: str, rows: int, width: int) -> Tensor:
+        """Returns scratch [rows, width], at the same address for any number of rows up to
+        `MOST_RECORDED_ROWS`."""
+        return self.scratch(f"fixed {name}", MOST_RECORDED_ROWS, width)[:rows]
 
 
 @dataclass(eq=False)
@@ -180,58 +187,6 @@ class Norms:
     before_mlp: FusedNorm
     after_mixer: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
-
-
-@dataclass(eq=False)
-class FusedLayer(Fused):
-    """Fused layer: x + mixer(norm(x)), then x + MLP(norm(x)), with norms of both summands where a layer has
-    them."""
-
-    mixer: FusedMixer
-    mlp: nn.Module | FusedMLP
-    norms: Norms
-    outputs: (
-        int  # 0: the rows alone; else a tuple of this length, of the rows and of None (weights of attention)
-    )
-    loops: FusedLoops
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step = kwargs.get("past_key_values")
-        if (
-            args
-            or not isinstance(step, FusedStep)
-            or hidden_states.shape[0] != 1
-            or not only_harmless(kwargs)
-            or not self.mixer.serves(step)
-        ):
-            return self.own(hidden_states, *args, **kwargs)
-        rows = hidden_states[0].contiguous()
-        out = self.rows(rows, self.mixer.rotation(kwargs), step)[None]
-        return (out, *[None] * (self.outputs - 1)) if self.outputs else out
-
-    def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """Computes rows [tokens, hidden] → [tokens, hidden] in new memory, because a model may keep a layer's
-        output."""
-        norms, loops = self.norms, self.loops.rows
-        normed = self.loops.scratch("normed", *rows.shape)
-        norms.before_mixer.into(rows, normed)
-        mixed = self.mixer.rows(normed, rotation, step)
-        if norms.after_mixer is not None:
-            norms.after_mixer.into(mixed, mixed)
-        total, norm = torch.empty_like(rows), norms.before_mlp
-        loops.add_rms_norm(rows, mixed, norm.weight, norm.eps, total, normed)
-        more = self._mlp(normed)
-        if norms.after_mlp is not None:
-            norms.after_mlp.into(more, more)
-        loops.add(total, more, total)
-        return total
-
-    def _mlp(self, rows: Tensor) -> Tensor:
-        if isinstance(self.mlp, FusedMLP):
-            return self.mlp.rows(rows)
-        given = self.mlp(rows[None])
-        mixed: Tensor = given[0] if isinstance(given, tuple) else given
-        return mixed.reshape(rows.shape).contiguous()
 
 
 def only_harmless(kwargs: dict[str, Any]) -> bool:
