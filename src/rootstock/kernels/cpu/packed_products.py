@@ -8,9 +8,9 @@ second cache, and while they do, the next block is fetched, so that reading and 
 
 A mixture's products are sorted by expert, by every thread for itself, and each expert that was chosen is read once.
 
-Measured on two cores (Zen 4) against oneDNN with weights packed for it: .6 to .85 of its time for 1 to 24 rows, 32
-GB/s for up to 8 of them where memory gives 30 to 40, and .94 to 1.0 for 32 to 2,048 rows. Against torch's grouped
-product of experts: .25 to .55 for up to 64 rows, .75 to .9 for 2,048.
+Measured on two cores (Zen 4) against oneDNN with weights packed for it: .6 to .85 of its time for 1 to 24 rows, and
+.94 to 1.0 for 32 to 2,048. Up to five rows read a weight at the memory's rate (33 or 52 GB/s, as neighbours let it),
+eight at 27 to 38 GB/s. Against torch's grouped product of experts: .25 to .55 for up to 64 rows, .75 to .9 for 2,048.
 
 The sums of a row depend neither on other rows nor on threads: a token's product is the same in a prompt, in a chunk
 of it and in a batch.
@@ -48,7 +48,9 @@ _BLOCK = 64  # outputs
 _PART = 96  # rows of one task
 _PAIRS = 2048  # of inputs at a time: 512 KB of a block
 _VECTORS = _BLOCK // LANES
-_AHEAD = 16 << 10  # bytes between the products of the first rows and the weights that are fetched
+# Bytes between the products of the first rows and the weights that are fetched. Few rows keep up with the processor's
+# own fetching, which needs help near by only; with six rows, products take longer than reading.
+_NEAR, _FAR = 2 << 10, 16 << 10
 
 JOB = np.dtype(
     [
@@ -268,7 +270,7 @@ def _work(jobs: Any) -> None:
                     begun if stride == 0 else at,
                     stride,
                     at,
-                    _AHEAD if r == 0 else 256 * pairs,
+                    256 * pairs if r > 0 else _FAR if count >= AT_ONCE else _NEAR,
                 )
             stride = 256
         for r in range(count):
