@@ -16,6 +16,9 @@ A graph of OpenVINO in float16, int8 or int4 (80m_fp16, 80m_int8, …):
   ours        `rootstock serve` on the graph, with 8-bit K and V behind quantized weights
   genai       OpenVINO GenAI's continuous batching with prefix cache on the same graph, in process: no HTTP
 
+With 80m_bf16 and 600m_bf16, `ours` is `rootstock serve` on the checkpoint, and GenAI has the graph in float16, which
+it computes in bfloat16, too.
+
 The ratio to `openvino` tells which of our runtimes is faster: below 1 it is OpenVINO.
 
 Loads are numbers of agents: 8; 8-warm, where the system prompt is cached before; and 8-busy, where another process
@@ -105,7 +108,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "hybrid": lambda path: write_chatting(path, "qwen3_next", **HYBRID),
     "mixture": lambda path: write_chatting(path, "qwen3_moe", **MIXTURE),
 }
-LLAMAS, FORMATS = ("80m", "600m"), ("fp16", "int8", "int4")
+LLAMAS, FORMATS = ("80m", "600m"), ("bf16", "fp16", "int8", "int4")
 ALL = (*MODELS, *(f"{model}_{weights}" for model in LLAMAS for weights in FORMATS))
 LLAMA_CPP_LOADS = ("8",)  # it takes ten times as long as the others
 
@@ -199,7 +202,7 @@ class Sides:
         self._weights = model.partition("_")[2]
 
     def ours(self) -> Mapping[str, Outcome]:
-        if not self._weights:
+        if self._weights in ("", "bf16"):
             return of_rootstock(self._path, self._threads, self._loads)
         kv_dtype = "auto" if self._weights == "fp16" else "int8"
         return of_rootstock(self._graph(), self._threads, self._loads, "--kv-dtype", kv_dtype)
@@ -219,13 +222,14 @@ class Sides:
         return sides
 
     def _graph(self) -> Path:
-        return exported(self._python("openvino"), self._path, self._weights or "fp16")
+        weights = "fp16" if self._weights in ("", "bf16") else self._weights
+        return exported(self._python("openvino"), self._path, weights)
 
     def _python(self, peer: str) -> str:
         return interpreter(peer, getattr(self._given, f"{peer}_python"))
 
     def _genai(self) -> Mapping[str, Outcome]:
-        kv_precision = "bf16" if self._weights == "fp16" else "u8"
+        kv_precision = "bf16" if self._weights in ("bf16", "fp16") else "u8"
         return of_genai(self._python("openvino"), self._graph(), self._threads, kv_precision, self._loads)
 
     def _vllm(self, bind: str) -> Mapping[str, Outcome]:
