@@ -16,6 +16,10 @@ FOREIGN = {
     "_init": "Ray: a handle that begins to hear of replicas before its first request",
     "_replica": "Ray: the replica that a handle has chosen",
     "_with_ingress_request_router": "Ray: an application whose router HAProxy asks",
+    "_apply_gate": "transformers: what a module of experts computes between its two products",
+    "_is_expert_parallel": "transformers: whether a module of experts has a part of them",
+    "_forward_hooks": "torch: a module's hooks, which a replaced forward would miss",
+    "_forward_pre_hooks": "torch: the same, before the forward",
     "_parameters": "torch: a module's own parameters, without those of its children",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,35 @@ def test_only_dispatched_modules_with_plain_bfloat16_weights_are_found() -> None
 
 
 @needs_loops
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_take_what_routers_and_blocks_give(kind: type[nn.Module]) -> None:
+    """Choices as a column of a wider tensor or in 32 bits, weights and rows in float32, and no rows at all."""
+    module = experts_of(kind)
+    pack_experts(module)
+    x, chosen, weights = routed(7, 3)
+    expected = module(x, chosen[:, :1].contiguous(), weights[:, :1].contiguous())
+    assert torch.equal(module(x, chosen[:, :1], weights[:, :1]), expected)
+    assert torch.equal(module(x, chosen[:, :1].int(), weights[:, :1]), expected)
+    assert torch.equal(module(x.float(), chosen[:, :1], weights[:, :1]).bfloat16(), expected)
+    assert rms(module(x, chosen[:, :1], weights[:, :1].float()) - expected) <= 0.01 * rms(expected)
+    assert module(x[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
+
+
+@needs_loops
+def test_experts_whose_code_takes_other_arguments_stay_as_they_are() -> None:
+    class OtherExperts(Qwen3MoeExperts):
+        def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
+            return rows
+
+    module = experts_of(Qwen3MoeExperts)
+    module.__class__ = OtherExperts
+    reason = pack_experts(module)
+    assert isinstance(reason, str)
+    assert "its code is another one" in reason
+    assert not module.down_proj.isnan().any()
+
+
+@needs_loops
 def test_experts_that_compute_something_else_stay_as_they_are() -> None:
     module = experts_of(Qwen3MoeExperts)
     module.act_fn = nn.Dropout(0.5)  # differs from call to call
@@ -156,13 +187,18 @@ def test_experts_that_compute_something_else_stay_as_they_are() -> None:
 @needs_loops
 @pytest.mark.parametrize("difference", [0.0, float("nan")])
 def test_a_model_with_experts_is_restored_if_its_logits_change(difference: float) -> None:
-    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN).bfloat16(), experts_of(Qwen3MoeExperts))
+    linear = nn.Linear(HIDDEN, HIDDEN).bfloat16().requires_grad_(False)
+    model = nn.Sequential(linear, experts_of(Qwen3MoeExperts))
     weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     calls: list[Any] = []
 
     def exercise() -> dict[str, Any]:
         x, chosen, routing = routed(5, 2)
         calls.append(None)
+        gc.collect()
+        # Weights are never in memory twice.
+        assert sum(parameter() is not None for parameter in parameters) == (4 if len(calls) == 1 else 1)
         with torch.inference_mode():
             logits = model[1](model[0](x), chosen, routing).float().numpy()
         return {"rows": logits + (difference if len(calls) > 1 else 0.0)}

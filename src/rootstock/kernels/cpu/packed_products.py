@@ -234,7 +234,8 @@ def _work(jobs: Any) -> None:
         for place in range(begins[job.experts], job.products):
             out[order[place]] = 0
     else:
-        begins[0], begins[1] = 0, job.products
+        begins[:] = job.products
+        begins[0] = 0
         for product in range(job.products):
             order[product] = product
     tasks = np.empty(job.experts + 1, np.int64)  # of the experts before each
@@ -311,6 +312,8 @@ class PackedProducts:
                 expert 0 for each row
         Returns [rows · choices, out] bfloat16: zeros for a number that no expert has, as some routers use.
         """
+        assert x.dtype == torch.bfloat16
+        assert x.shape[-1] == self.in_features
         rows = x.contiguous()
         count = rows.numel() // self.in_features
         products = count if chosen is None else len(chosen)
@@ -320,6 +323,7 @@ class PackedProducts:
         threads = min(torch.get_num_threads(), self._most_threads)
         self._claims[: 8 * (1 + threads)] = 0
         choices, chosen_at = (1, 0) if chosen is None else (products // count, chosen.data_ptr())
+        assert choices * count == products
         addresses = chosen_at, rows.data_ptr(), out.data_ptr()
         _FIELDS.pack_into(
             self._job_bytes, 0, self._claims_at, threads, *self._weights, products, choices, *addresses
@@ -356,7 +360,8 @@ def _pack(weights: Tensor) -> Tensor:
     blocks, pairs = -(-outputs // _BLOCK), inputs // 2
     packed = torch.empty(experts, blocks, pairs, _BLOCK, 2, dtype=torch.bfloat16)
     for weight, into in zip(weights, packed, strict=True):
-        whole = nn.functional.pad(weight, (0, 0, 0, _BLOCK * blocks - outputs))
+        rest = _BLOCK * blocks - outputs
+        whole = nn.functional.pad(weight, (0, 0, 0, rest)) if rest else weight.contiguous()
         into.copy_(whole.view(blocks, _BLOCK, pairs, 2).transpose(1, 2))
     return packed
 

@@ -9,6 +9,7 @@ written into the jobs before a run.
 from __future__ import annotations
 
 import ctypes
+import platform
 from functools import cache
 from typing import Any
 
@@ -101,8 +102,9 @@ def _yield_function() -> int:
 
 
 def can_run_stages() -> bool:
-    """Returns whether the threads of torch are a team whose size a thread can ask for."""
-    return team_size_function() != 0
+    """Returns whether the processor is one that the loops wait on, and torch's threads are a team whose size a thread
+    can ask for."""
+    return platform.machine() == "x86_64" and team_size_function() != 0
 
 
 class Stages:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rootstock.kernels.torch.linear import has_matrix_units, has_pair_loops, packs_bfloat16
+from rootstock.runtime.model_files import in_one_line
 
 if TYPE_CHECKING:  # this module imports Numba, which may be missing
     from rootstock.kernels.cpu.packed_products import PackedLayers
@@ -40,8 +41,8 @@ def find_experts(model: nn.Module) -> dict[nn.Module, str]:
 def _is_packable(module: nn.Module) -> bool:
     if not all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
         return False
-    changes = "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
-    if changes or getattr(module, _IS_PARALLEL):
+    is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    if is_changed or module._is_expert_parallel:
         return False
     weights = _weights(module)
     if set(weights) != set(module._parameters):
@@ -86,14 +87,14 @@ class PackedExperts:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Computes hidden_states [rows, hidden] → [rows, hidden]. top_k_index, top_k_weights: [rows, choices]"""
         module = self._module
-        chosen = top_k_index.reshape(-1).to(torch.int64)
-        inner = self._first.multiply(hidden_states, chosen)
-        inner = getattr(module, _APPLY_GATE)(inner) if module.has_gate else module.act_fn(inner)
-        products = self._down.multiply(inner, chosen)
+        chosen = top_k_index.reshape(-1).to(torch.int64).contiguous()
+        inner = self._first.multiply(hidden_states.to(torch.bfloat16), chosen)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        products = self._down.multiply(inner.to(torch.bfloat16), chosen)
         if module.has_post_expert_norm:
             products = module.post_expert_norm(products)
         rows, choices = top_k_index.shape
-        weighted = products.view(rows, choices, -1) * top_k_weights.view(rows, choices, 1)
+        weighted = products.view(rows, choices, products.shape[-1]) * top_k_weights.view(rows, choices, 1)
         return weighted.sum(1).to(hidden_states.dtype)
 
     def use(self) -> None:
@@ -107,8 +108,10 @@ class PackedExperts:
 
     def restore(self) -> None:
         """Gives the module its own `forward` and weights back."""
-        for name, layers in zip(self._names, (self._first, self._down), strict=True):
-            weights = layers.unpacked()
+        layers = [self._first, self._down]
+        del self._first, self._down
+        for name in self._names:
+            weights = layers.pop(0).unpacked()
             weights = weights.mT.contiguous() if self._module.is_transposed else weights
             setattr(self._module, name, nn.Parameter(weights, requires_grad=False))
         del self._module.forward
@@ -116,11 +119,14 @@ class PackedExperts:
 
 def pack_experts(module: Any) -> PackedExperts | str:
     """Packs the weights of a module that `find_experts` returned. Returns the reason if the module stays as it is,
-    because its products would differ by more than rounding."""
+    because it computes something else, or its products would differ by more than rounding."""
     sample = _sample(module)
-    expected = module(*sample).float()
-    packed = PackedExperts(module)
-    difference = _rms(packed(*sample).float() - expected)
+    try:
+        expected = module(*sample).float()
+        packed = PackedExperts(module)
+        difference = _rms(packed(*sample).float() - expected)
+    except Exception as error:  # from the module's own code
+        return f"its code is another one: {in_one_line(error)}"
     allowed = torch.finfo(torch.bfloat16).eps * _rms(expected)
     if not difference <= allowed:
         return f"packed it is off by {difference:.2g}, allowed is {allowed:.2g}"

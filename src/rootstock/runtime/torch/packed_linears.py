@@ -21,6 +21,7 @@ goes on calling the members, of which the first computes the product for all.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +35,14 @@ from torch.overrides import TorchFunctionMode
 from rootstock.errors import InvalidOption
 from rootstock.kernels.torch.linear import Blocked, Linear, Plain, Prepacked, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
+from rootstock.runtime.torch.fusion.base import Projection
 from rootstock.runtime.torch.packed_experts import PackedExperts, find_experts, pack_experts
 from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
     from rootstock.kernels.torch.quantized_linear import DequantizeScratch, Rounding
+
+_log = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 4
 
@@ -57,7 +61,8 @@ class Packing:
     # For each requested group the packed layer; None: its members could not be packed as one.
     groups: list[Linear | None]
     packed: int = 0  # number of packed linear layers
-    experts: list[PackedExperts] = field(default_factory=list)
+    experts: dict[str, PackedExperts] = field(default_factory=dict)  # by the module's name
+    logits: dict[str, Logits] = field(default_factory=dict)  # of the packed model; empty if nothing is packed
     kept: dict[str, str] = field(default_factory=dict)  # unchanged: name → reason
     unrounded: dict[str, str] = field(default_factory=dict)  # not quantized: name → reason
     rounded: dict[str, float] = field(default_factory=dict)  # quantized: name → relative error
@@ -111,12 +116,11 @@ def pack_linears(
         before, read = _watched(linears, exercise)
         for linear in read:
             packing.kept[linears.pop(linear)] = "its weight is read by other code"
-        parameters = [linear.weight for linear in linears]
-        parameters += [parameter for module in experts for parameter in module.parameters()]
-        total = sum(parameter.numel() for parameter in parameters)
+        total = sum(linear.weight.numel() for linear in linears) + sum(map(_numbers_of, experts))
         _pack(linears, ways, groups, packing, lambda numbers: progress(numbers / total))
         _pack_experts(experts, packing, lambda numbers: progress(1.0 - numbers / total))
-        packing.difference = _difference(exercise(), before)
+        packing.logits = exercise()
+        packing.difference = difference(packing.logits, before)
         if packing.rounded:
             if packing.difference == float("inf"):
                 raise InvalidOption(
@@ -129,6 +133,26 @@ def pack_linears(
             packing.groups[number] = _side_by_side(group)
     progress(1.0)
     return packing
+
+
+def use_packed(
+    projections: Sequence[Projection],
+    packing: Packing,
+    exercise: Callable[[], dict[str, Logits]],
+    allowed: Callable[[], float],
+) -> None:
+    """Lets fused parts compute with packed groups, whose functions they also record. They go on layer by layer if
+    the logits then differ from the packed model's by more than rounding."""
+    for projection, linear in zip(projections, packing.groups, strict=True):
+        if linear is not None:
+            projection.use(linear.product())
+    if not packing.logits or not any(projection.is_packed for projection in projections):
+        return
+    changed = difference(exercise(), packing.logits)
+    if changed and not changed <= allowed():
+        _log.warning("Fused layers do not use packed products: the logits would differ by %.2g.", changed)
+        for projection in projections:
+            projection.use_linears()
 
 
 def _ways(
@@ -271,16 +295,19 @@ def _pack(
 
 def _pack_experts(experts: dict[nn.Module, str], packing: Packing, progress: Callable[[int], None]) -> None:
     """Packs modules of experts, and reports how many numbers of weights are left."""
-    left = sum(parameter.numel() for module in experts for parameter in module.parameters())
+    left = sum(map(_numbers_of, experts))
     for module, name in experts.items():
-        numbers = sum(parameter.numel() for parameter in module.parameters())
+        left -= _numbers_of(module)
         packed = pack_experts(module)
         if isinstance(packed, str):
             packing.kept[name] = packed
         else:
-            packing.experts.append(packed)
-        left -= numbers
+            packing.experts[name] = packed
         progress(left)
+
+
+def _numbers_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _jobs(
@@ -422,7 +449,7 @@ def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
 # --------------------------------------------------------------------------------------------------- checking
 
 
-def _difference(after: dict[str, Logits], before: dict[str, Logits]) -> float:
+def difference(after: dict[str, Logits], before: dict[str, Logits]) -> float:
     """Returns the largest `relative_error` over the kinds of rows; infinity if a logit is not a number."""
     assert after.keys() == before.keys()
     largest = 0.0
@@ -450,11 +477,13 @@ def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         del linear.forward
         packing.kept[name] = why
-    for experts in packing.experts:
+    while packing.experts:
+        name, experts = packing.experts.popitem()
         experts.restore()
+        packing.kept[name] = why
     packing.groups = [None] * len(packing.groups)
     packing.packed = 0
-    packing.experts = []
+    packing.logits = {}
 
 
 def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:

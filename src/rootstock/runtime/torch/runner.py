@@ -56,7 +56,7 @@ from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
 from rootstock.runtime.torch.memory_fit import refuse_large_adapter, refuse_too_large, weight_bytes
-from rootstock.runtime.torch.packed_linears import Packing, pack_linears
+from rootstock.runtime.torch.packed_linears import Packing, pack_linears, use_packed
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
@@ -175,17 +175,19 @@ def load_model(
     )
     report("pack", 0.0)
     projections = served.fusion.projections
+    exercise = functools.partial(
+        trial_logits, served.description, lambda tuning: TorchRuntime(model, served, tuning)
+    )
+    allowed = functools.partial(rounding, model, served.description)
     packing = pack_linears(
         model,
         [projection.linears for projection in projections],
-        lambda: trial_logits(served.description, lambda tuning: TorchRuntime(model, served, tuning)),
-        lambda: rounding(model, served.description),
+        exercise,
+        allowed,
         lambda done: report("pack", done),
         config.quantize,
     )
-    for projection, linear in zip(projections, packing.groups, strict=True):
-        if linear is not None:
-            projection.use(linear.product())
+    use_packed(projections, packing, exercise, allowed)
     _tell_what_was_not_rounded(packing, config.quantize)
     stored = _with_quantized_cache(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":

@@ -80,6 +80,10 @@ class Projection:
         """Replaces the layers by `packed`, which computes all of them: contiguous rows, outputs side by side."""
         self.multiply = packed
 
+    def use_linears(self) -> None:
+        """Lets the layers be called one by one again."""
+        self.multiply = OneByOne(self.linears)
+
     @property
     def is_packed(self) -> bool:
         """True if one product computes all layers."""
