@@ -18,8 +18,7 @@ from checkpoints import saved
 from rootstock.runtime.torch.fallback import use_attention
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
 from rootstock.runtime.torch.fusion.find import fuse
-from rootstock.runtime.torch.fusion.layers import FusedLayer
-from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedMLP, FusedNorm
+from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from rootstock.runtime.torch.fusion.recurrences import FusedRecurrence
 from rootstock.runtime.torch.inspect.attention_probe import probe_packed
 from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION

@@ -30,9 +30,9 @@ from rootstock.runtime.torch.fusion.base import (
 )
 from rootstock.runtime.torch.fusion.delta_nets import channel_delta_nets, delta_nets
 from rootstock.runtime.torch.fusion.gated_convolutions import gated_convolutions
-from rootstock.runtime.torch.fusion.layers import FusedLayer
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
+    FusedLayer,
     FusedLoops,
     FusedMixer,
     FusedMLP,

@@ -15,9 +15,13 @@ from checkpoints import VOCAB, saved
 from lora import linears_of, save_adapter
 from rootstock.kernels.torch.linear import Blocked, prepare
 from rootstock.runtime.adapter_files import read_adapter
-from rootstock.runtime.torch.fusion import layers as fused_layers
-from rootstock.runtime.torch.fusion.layers import FusedLayer, RecordedEnding, RecordedOpening
-from rootstock.runtime.torch.fusion.modules import MOST_RECORDED_ROWS
+from rootstock.runtime.torch.fusion import modules
+from rootstock.runtime.torch.fusion.modules import (
+    MOST_RECORDED_ROWS,
+    FusedLayer,
+    RecordedEnding,
+    RecordedOpening,
+)
 from rootstock.runtime.torch.packed_linears import Packing, use_packed
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.driving import allocate, mixed_steps, packed_logits, random_tokens
@@ -65,7 +69,7 @@ def test_recorded_layers_have_the_bits_of_their_functions_one_by_one(
 ) -> None:
     runtime = load(saved(model_type), "bfloat16")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(fused_layers, "MOST_RECORDED_ROWS", 0)
+    monkeypatch.setattr(modules, "MOST_RECORDED_ROWS", 0)
     layers = layers_of(runtime)
     assert layers
     for layer in layers:  # the load records, too
@@ -73,7 +77,7 @@ def test_recorded_layers_have_the_bits_of_their_functions_one_by_one(
         layer.endings.clear()
     expected = logits_of(TorchRuntime(runtime._model, runtime._served))
     assert not any(layer.openings or layer.endings for layer in layers)
-    monkeypatch.setattr(fused_layers, "MOST_RECORDED_ROWS", MOST_RECORDED_ROWS)
+    monkeypatch.setattr(modules, "MOST_RECORDED_ROWS", MOST_RECORDED_ROWS)
     for _ in range(2):  # the second has other pools at other addresses
         assert_equal(logits_of(TorchRuntime(runtime._model, runtime._served)), expected)
     assert any(layer.openings for layer in layers) == has_openings
