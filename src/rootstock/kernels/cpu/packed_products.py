@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor, nn
 
 from rootstock.kernels.cpu.compiler import (
@@ -75,52 +76,9 @@ JOB = np.dtype(
 _FIELDS = struct.Struct("=13q")
 
 
-def _multiply(count: int) -> Any:
-    def multiply(
-        typing: Any,
-        rows: Any,
-        along: Any,
-        weight: Any,
-        pairs: Any,
-        begins: Any,
-        stride: Any,
-        totals: Any,
-        ahead: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            rows, along, weight, pairs, begins, stride, totals, ahead = given
-            table = builder.inttoptr(rows, I64.as_pointer())
-            at_rows = [builder.add(builder.load(builder.gep(table, [I64(r)])), along) for r in range(count)]
-            sums = []
-            for r in range(count):
-                at = builder.add(begins, builder.mul(stride, I64(r)))
-                begun = [load(builder, builder.add(at, I64(64 * v))) for v in range(_VECTORS)]
-                sums.append([cgutils.alloca_once_value(builder, begin) for begin in begun])
-            with cgutils.for_range(builder, pairs, intp=I64) as loop:
-                at = builder.add(weight, builder.shl(loop.index, I64(8)))
-                place = builder.shl(loop.index, I64(2))
-                columns = [load(builder, builder.add(at, I64(64 * v)), INTS) for v in range(_VECTORS)]
-                for v in range(_VECTORS):
-                    fetch(builder, builder.add(builder.add(at, ahead), I64(64 * v)), 2)
-                for row, of_row in zip(at_rows, sums, strict=True):
-                    pair = splat_at(builder, builder.add(row, place))
-                    for total, column in zip(of_row, columns, strict=True):
-                        builder.store(add_pairs(builder, builder.load(total), pair, column), total)
-            for r, of_row in enumerate(sums):
-                for v, total in enumerate(of_row):
-                    store(builder, builder.load(total), builder.add(totals, I64(256 * r + 64 * v)))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
-
-    return intrinsic(multiply)
-
-
-_1, _2, _3, _4, _5, _6 = (_multiply(count) for count in range(1, AT_ONCE + 1))
-
-
-@compiled
+@intrinsic  # type: ignore[untyped-decorator]
 def _add_products(
+    typing: Any,
     count: Any,
     rows: Any,
     along: Any,
@@ -130,8 +88,8 @@ def _add_products(
     stride: Any,
     totals: Any,
     ahead: Any,
-) -> None:
-    """Computes totals = begins + rows · weight for up to six rows and a block of outputs, in the same order for any
+) -> Any:
+    """Computes totals = begins + rows · weight for one to six rows and a block of outputs, in the same order for any
     count.
 
     rows            address of [count] int64: the addresses of rows
@@ -140,18 +98,47 @@ def _add_products(
     begins, totals  addresses of [count, 64] float32, those of `begins` `stride` bytes apart
     ahead           bytes from the weights to the memory that is fetched into the second cache
     """
-    if count == 1:
-        _1(rows, along, weight, pairs, begins, stride, totals, ahead)
-    elif count == 2:
-        _2(rows, along, weight, pairs, begins, stride, totals, ahead)
-    elif count == 3:
-        _3(rows, along, weight, pairs, begins, stride, totals, ahead)
-    elif count == 4:
-        _4(rows, along, weight, pairs, begins, stride, totals, ahead)
-    elif count == 5:
-        _5(rows, along, weight, pairs, begins, stride, totals, ahead)
-    else:
-        _6(rows, along, weight, pairs, begins, stride, totals, ahead)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        ends = builder.append_basic_block("end")
+        choice = builder.switch(given[0], ends)
+        for count in range(1, AT_ONCE + 1):
+            begin = builder.append_basic_block(f"rows_{count}")
+            choice.add_case(I64(count), begin)
+            builder.position_at_end(begin)
+            _multiply(builder, count, *given[1:])
+            builder.branch(ends)
+        builder.position_at_end(ends)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
+
+
+def _multiply(
+    builder: ir.IRBuilder, count: int, rows: Any, along: Any, weight: Any, pairs: Any, *places: Any
+) -> None:
+    """Generates the products of `count` rows, whose sums stay in registers. See `_add_products`."""
+    begins, stride, totals, ahead = places
+    table = builder.inttoptr(rows, I64.as_pointer())
+    at_rows = [builder.add(builder.load(builder.gep(table, [I64(r)])), along) for r in range(count)]
+    sums = []
+    for r in range(count):
+        at = builder.add(begins, builder.mul(stride, I64(r)))
+        begun = [load(builder, builder.add(at, I64(64 * v))) for v in range(_VECTORS)]
+        sums.append([cgutils.alloca_once_value(builder, begin) for begin in begun])
+    with cgutils.for_range(builder, pairs, intp=I64) as loop:
+        at = builder.add(weight, builder.shl(loop.index, I64(8)))
+        place = builder.shl(loop.index, I64(2))
+        columns = [load(builder, builder.add(at, I64(64 * v)), INTS) for v in range(_VECTORS)]
+        for v in range(_VECTORS):
+            fetch(builder, builder.add(builder.add(at, ahead), I64(64 * v)), 2)
+        for row, of_row in zip(at_rows, sums, strict=True):
+            pair = splat_at(builder, builder.add(row, place))
+            for total, column in zip(of_row, columns, strict=True):
+                builder.store(add_pairs(builder, builder.load(total), pair, column), total)
+    for r, of_row in enumerate(sums):
+        for v, total in enumerate(of_row):
+            store(builder, builder.load(total), builder.add(totals, I64(256 * r + 64 * v)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
