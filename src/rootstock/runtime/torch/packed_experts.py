@@ -124,12 +124,11 @@ def pack_experts(module: Any) -> PackedExperts | str:
     try:
         expected = module(*sample).float()
         packed = PackedExperts(module)
-        difference = _rms(packed(*sample).float() - expected)
+        wrong = off_by_more_than_rounding(packed(*sample), expected)
     except Exception as error:  # from the module's own code
         return f"its code is another one: {in_one_line(error)}"
-    allowed = torch.finfo(torch.bfloat16).eps * _rms(expected)
-    if not difference <= allowed:
-        return f"packed it is off by {difference:.2g}, allowed is {allowed:.2g}"
+    if wrong:
+        return wrong
     packed.use()
     return packed
 
@@ -146,5 +145,15 @@ def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x, chosen, torch.rand(rows, choices, generator=random).to(weights.dtype)
 
 
-def _rms(numbers: Tensor) -> float:
+def off_by_more_than_rounding(packed: Tensor, expected: Tensor) -> str:
+    """Returns the reason why a packed product is not used: it differs from `expected`, in float32, by more than one
+    rounding to its own dtype. "" if it does not."""
+    allowed = torch.finfo(packed.dtype).eps * rms(expected)
+    difference = rms(packed.float() - expected)
+    if difference <= allowed:
+        return ""
+    return f"packed it is off by {difference:.2g}, allowed is {allowed:.2g}"
+
+
+def rms(numbers: Tensor) -> float:
     return float(numbers.square().mean().sqrt())

@@ -36,7 +36,13 @@ from rootstock.errors import InvalidOption
 from rootstock.kernels.torch.linear import Blocked, Linear, Plain, Prepacked, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
 from rootstock.runtime.torch.fusion.base import Projection
-from rootstock.runtime.torch.packed_experts import PackedExperts, find_experts, pack_experts
+from rootstock.runtime.torch.packed_experts import (
+    PackedExperts,
+    find_experts,
+    off_by_more_than_rounding,
+    pack_experts,
+    rms,
+)
 from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
@@ -346,7 +352,7 @@ def _made(
     random = torch.Generator().manual_seed(0)
     x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.dtype)
     expected = nn.functional.linear(x, weight, bias).float()
-    size, rounding = _rms(expected), torch.finfo(weight.dtype).eps * _rms(expected)
+    size, rounding = rms(expected), torch.finfo(weight.dtype).eps * rms(expected)
     wrong = ""
     if scratch is not None and (way == "int8" or way == "int4"):
         from rootstock.kernels.torch.quantized_linear import FEW_ROWS, rounded
@@ -354,16 +360,16 @@ def _made(
         linear = rounded(weight, bias, way, scratch)
         few = linear(x).float()
         # Many rows go through Rootstock's own loops, which read torch's packed order.
-        difference = _rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
+        difference = rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
         if difference <= 4 * rounding:
-            return linear, "", _rms(few - expected) / size if size else 0.0
+            return linear, "", rms(few - expected) / size if size else 0.0
         wrong = f"few and many rows differ by {difference:.2g}, allowed is {4 * rounding:.2g}"
     if is_packed(weight):
         linear = prepare(weight, bias)
-        difference = _rms(linear(x).float() - expected)
-        if difference <= rounding:
+        off = off_by_more_than_rounding(linear(x), expected)
+        if not off:
             return linear, wrong, None
-        wrong = f"packed it is off by {difference:.2g}, allowed is {rounding:.2g}"
+        wrong = off
     return None, wrong, None
 
 
@@ -491,10 +497,6 @@ def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:
     if id(linear) not in restored:
         restored[id(linear)] = linear.unpacked()
     return restored[id(linear)]
-
-
-def _rms(numbers: Tensor) -> float:
-    return float(numbers.square().mean().sqrt())
 
 
 def _name_of(weight: Tensor) -> str:

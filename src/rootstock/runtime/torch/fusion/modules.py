@@ -397,16 +397,17 @@ class FusedLayer(Fused):
         rotation: Rotation | None,
         step: FusedStep,
     ) -> Tensor | None:
-        """Attends rows [tokens, hidden] → [tokens, q_heads · head_dim], by recorded stages. None: a projection is no
-        stage, or K and V are not stored as they are."""
-        if not _can_be_recorded(attention.inputs, attention.output):
+        """Attends rows [tokens, hidden] → [tokens, q_heads · head_dim], by recorded stages. None: the projection is
+        no stage, or K and V are not stored as they are."""
+        alike = len(rows), 0 if rotation is None else rotation[0].shape[-1]
+        opening = self.openings.get(alike)
+        is_recorded = opening is not None and opening.serves(attention)
+        if not is_recorded and not _can_be_recorded(attention.inputs):
             return None
         pool = step.memory_of(attention.index, rows.dtype)
         if pool is None:
             return None
-        alike = len(rows), 0 if rotation is None else rotation[0].shape[-1]
-        opening = self.openings.get(alike)
-        if opening is None or not opening.serves(attention):
+        if opening is None or not is_recorded:
             opening = self.openings[alike] = RecordedOpening(
                 self.loops, self.norms, attention, rows, rotation, pool
             )
@@ -417,14 +418,15 @@ class FusedLayer(Fused):
 
     def _ending(self, rows: Tensor, given: Tensor, output: Projection | None) -> RecordedEnding | None:
         """Returns the stages after the mixer for so many rows. None: they are no stages, or only one."""
-        mlp = self.mlp if isinstance(self.mlp, FusedMLP) else None
-        if mlp is not None and not _can_be_recorded(mlp.gate_up, mlp.down):
-            return None
-        if not given.is_contiguous() or (mlp is None and output is None):
-            return None
         alike = len(rows), output is not None
         ending = self.endings.get(alike)
+        if not given.is_contiguous():
+            return None
         if ending is None or not ending.serves():
+            mlp = self.mlp if isinstance(self.mlp, FusedMLP) else None
+            projections = [*([output] if output else []), *([mlp.gate_up, mlp.down] if mlp else [])]
+            if not projections or not _can_be_recorded(*projections):
+                return None
             ending = self.endings[alike] = RecordedEnding(self.loops, self.norms, output, mlp, rows, given)
         return ending
 
