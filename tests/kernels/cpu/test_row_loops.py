@@ -107,6 +107,33 @@ def test_queries_and_keys_are_normalised_and_rotated_and_values_left_alone(
     assert torch.equal(rows, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", ROWS)
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (4, 2), (6, 1)])
+def test_gates_between_query_heads_are_passed_over_by_the_rotation_and_multiply_attended_heads(
+    dtype: torch.dtype, count: int, q_heads: int, kv_heads: int
+) -> None:
+    dim, loops = 24, RowLoops(dtype)
+    rows = random(count, 2 * (q_heads + kv_heads), dim, dtype=dtype, scale=4.0)
+    queries, others = rows[:, : 2 * q_heads], rows[:, 2 * q_heads :]
+    plain = torch.cat([queries[:, ::2], others], 1)
+    cos, sin = (random(count, 8, dtype=dtype), random(count, 8, dtype=dtype).flip(0))
+    written = []
+    for given, gated in ((plain, False), (rows, True)):
+        query, key = (
+            torch.empty(count, q_heads, dim, dtype=dtype),
+            torch.empty(count, kv_heads, dim, dtype=dtype),
+        )
+        keys, values, slots = torch.zeros_like(key), torch.zeros_like(key), torch.arange(count).flip(0)
+        pool = keys, values, slots
+        loops.rotate(given, None, None, EPS, (cos, sin), query, key, pool, gated=gated)
+        written.append((query, key, keys, values))
+    assert all(map(torch.equal, *written))
+    attended, out = random(count, q_heads, dim, dtype=dtype), torch.empty(count, q_heads, dim, dtype=dtype)
+    loops.gate_heads(rows, attended, out)
+    assert_near(out, attended.double() * torch.sigmoid(queries[:, 1::2].double()))
+
+
 def test_a_rows_result_does_not_depend_on_the_number_of_rows() -> None:
     rows, weight = random(40, 64, dtype=torch.bfloat16), random(64, dtype=torch.float32)
     together, alone = torch.empty_like(rows), torch.empty_like(rows)

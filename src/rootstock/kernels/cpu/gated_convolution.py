@@ -96,7 +96,7 @@ def _work(job: Any, element: Any) -> None:
     sequences = nb.carray(pointer_to(job.sequences), (job.sequence_count, 4), np.int64)
     blocks = (job.channels + _CHANNELS - 1) // _CHANNELS
     thread = fetch_add(claimed, 1, 1)
-    while True:
+    while thread < job.threads:
         task = fetch_add(claimed, 0, 1)
         if task >= job.sequence_count * blocks:
             return

@@ -365,7 +365,7 @@ def _work(job: Any, element: Any, state_element: Any) -> None:
     claimed = nb.carray(pointer_to(job.claimed), (2,), np.int64)
     sequences = nb.carray(pointer_to(job.sequences), (job.sequence_count, 4), np.int64)
     thread = fetch_add(claimed, 1, 1)
-    while True:
+    while thread < job.threads:
         task = fetch_add(claimed, 0, 1)
         if task >= job.sequence_count * job.key_heads:
             return

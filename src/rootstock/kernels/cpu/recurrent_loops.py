@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rootstock.kernels.cpu.compiler import c_function
 from rootstock.kernels.cpu.short_convolution import LONGEST_KERNEL
+from rootstock.kernels.cpu.stages import Stages
 from rootstock.kernels.cpu.threads import run_on_threads
 
 _PARALLEL_FROM = 1 << 15  # elements of states that pass by; fewer are computed by the calling thread
@@ -23,6 +24,7 @@ JOB_FIELDS = [
     ("claimed", "i8"),  # address of two int64: tasks that threads have begun, and threads that have begun
     ("scratch", "i8"),  # address of `scratch_floats` float32 for each thread
     ("scratch_floats", "i8"),
+    ("threads", "i8"),  # that `scratch` is for; further ones return
     ("sequences", "i8"),  # address of [sequence_count, 4] int64: first row, new rows, slot, has a state
     ("sequence_count", "i8"),
     ("rows", "i8"),  # address of [row_count, width]
@@ -81,7 +83,8 @@ class RecurrentLoops(ABC):
             raise ValueError(f"no loops for a convolution over {kernel} positions")
         self.inner = inner
         self._entry_points = entry_points
-        self._phases, self._tasks, self._state, self._scratch = phases, tasks, state, scratch
+        self.scratch_floats = scratch  # of a thread
+        self._phases, self._tasks, self._state = phases, tasks, state
         self._channels, self._kernel = channels, kernel
         self._weights: list[Tensor] = []  # the job has their addresses
         self._claimed = np.zeros(2, np.int64)
@@ -120,26 +123,52 @@ class RecurrentLoops(ABC):
 
         All are contiguous.
         """
+        threads = 1
+        if len(rows) * self._state >= _PARALLEL_FROM:
+            threads = min(torch.get_num_threads(), len(sequences) * self._tasks)
+        self._set(scratch=scratch_at(threads * self.scratch_floats), threads=threads)
+        self._set_tensors(rows, sequences, conv, states, out)
+        function = _compiled(self._entry_points[rows.dtype, states.dtype], self._jobs.dtype)
+        for phase in range(self._phases):
+            self._prepare(phase, rows)
+            self._claimed[:] = 0
+            run_on_threads(function, self._jobs.ctypes.data, threads)
+
+    def record(
+        self,
+        stages: Stages,
+        rows: Tensor,
+        sequences: Tensor,
+        conv: Tensor,
+        states: Tensor,
+        out: Tensor,
+        scratch: Tensor,
+    ) -> None:
+        """Records the loops, which have no linear layers inside, with the arguments of a call.
+
+        scratch     [threads, at least `scratch_floats`] float32
+        """
+        self._set(scratch=scratch.data_ptr(), threads=len(scratch))
+        self._set_tensors(rows, sequences, conv, states, out)
+        function = _compiled(self._entry_points[rows.dtype, states.dtype], self._jobs.dtype)
+        for phase in range(self._phases):
+            self._prepare(phase, rows)
+            stages.add(function, self._jobs, "claimed", 2)
+
+    def _set_tensors(
+        self, rows: Tensor, sequences: Tensor, conv: Tensor, states: Tensor, out: Tensor
+    ) -> None:
         assert all(tensor.is_contiguous() for tensor in (rows, sequences, conv, states, out))
         assert rows.dtype == conv.dtype == out.dtype
         assert conv.shape[1] == self._channels
         assert conv.shape[2] >= self._kernel - 1
         assert out.shape == (len(rows), self.inner)
         assert self._accepts(rows, states)
-        threads = 1
-        if len(rows) * self._state >= _PARALLEL_FROM:
-            threads = min(torch.get_num_threads(), len(sequences) * self._tasks)
         job: Any = self._jobs[0]
-        job["scratch"] = scratch_at(threads * self._scratch)
         job["sequences"], job["sequence_count"] = sequences.data_ptr(), len(sequences)
         job["rows"], job["row_count"], job["width"] = rows.data_ptr(), *rows.shape
         job["conv"], job["kept"] = conv.data_ptr(), conv.shape[2]
         job["states"], job["slots"], job["out"] = states.data_ptr(), len(states), out.data_ptr()
-        function = _compiled(self._entry_points[rows.dtype, states.dtype], self._jobs.dtype)
-        for phase in range(self._phases):
-            self._prepare(phase, rows)
-            self._claimed[:] = 0
-            run_on_threads(function, self._jobs.ctypes.data, threads)
 
 
 @cache

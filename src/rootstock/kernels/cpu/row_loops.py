@@ -2,9 +2,9 @@
 memory.
 
 The operations are normalisation, residual sum with normalisation, rotation of queries and keys with their
-normalisation, and an MLP's gate. In torch each of them takes several operations. Each such operation reads and writes
-memory and takes some microseconds to start, which is most of the time if there are few rows. Here a row stays in
-registers in float32 and is rounded once.
+normalisation, and the gates of an MLP and of attended rows. In torch each of them takes several operations. Each such
+operation reads and writes memory and takes some microseconds to start, which is most of the time if there are few
+rows. Here a row stays in registers in float32 and is rounded once.
 
 All operations are one C function for each dtype. It takes a job that names the operation and the addresses. The
 calling thread computes few rows itself, because waking a second thread costs more than computing them. Torch's
@@ -41,7 +41,7 @@ from rootstock.kernels.cpu.threads import callable_at, run_on_threads
 PARALLEL_FROM = 16  # rows
 _AT_ONCE = 4  # rows that a thread claims
 
-_NORM, _ADD, _ADD_NORM, _SILU, _GELU, _ROTATE = range(6)
+_NORM, _ADD, _ADD_NORM, _SILU, _GELU, _ROTATE, _GATE = range(7)
 
 JOB = np.dtype(
     [
@@ -63,11 +63,12 @@ JOB = np.dtype(
         ("pool_values", "i8"),
         ("q_heads", "i8"),
         ("kv_heads", "i8"),
+        ("gated", "i8"),  # 1: a gate follows each query head of `given`
         ("rotary_dim", "i8"),
         ("eps", "f4"),
     ]
 )
-_FIELDS = struct.Struct("=19qf")  # packing all fields at once takes a tenth of the time of single assignments
+_FIELDS = struct.Struct("=20qf")  # packing all fields at once takes a tenth of the time of single assignments
 
 
 # ---- one row
@@ -150,13 +151,20 @@ def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, si
             out[i] = head[i]
 
 
+@compiled_exactly
+def _gate_head(gate: Any, head: Any, out: Any) -> None:
+    for i in range(head.shape[0]):
+        out[i] = narrow(widen(head[i]) * sigmoid(widen(gate[i])), out)
+
+
 # ---- all rows
 
 
 @compiled
 def _rotate_rows(job: Any, first: Any, end: Any, element: Any) -> None:
-    heads, q_heads, kv_heads, dim = job.q_heads + 2 * job.kv_heads, job.q_heads, job.kv_heads, job.width
-    given = nb.carray(pointer_to(job.given), (job.rows, heads, dim), element)
+    q_heads, kv_heads, dim, step = job.q_heads, job.kv_heads, job.width, 1 + job.gated
+    first_key, first_value = step * q_heads, step * q_heads + kv_heads
+    given = nb.carray(pointer_to(job.given), (job.rows, first_value + kv_heads, dim), element)
     query = nb.carray(pointer_to(job.out), (job.rows, q_heads, dim), element)
     key = nb.carray(pointer_to(job.key), (job.rows, kv_heads, dim), element)
     cos = nb.carray(pointer_to(job.cos), (job.rows, job.rotary_dim), element)
@@ -168,18 +176,29 @@ def _rotate_rows(job: Any, first: Any, end: Any, element: Any) -> None:
     pool_values = nb.carray(pointer_to(job.pool_values), (1, kv_heads, dim), element)
     for r in range(first, end):
         for h in range(q_heads):
-            _rotate_head(given[r, h], weight, job.weight != 0, job.eps, cos[r], sin[r], query[r, h])
+            _rotate_head(given[r, step * h], weight, job.weight != 0, job.eps, cos[r], sin[r], query[r, h])
         for h in range(kv_heads):
-            head = given[r, q_heads + h]
+            head = given[r, first_key + h]
             _rotate_head(head, key_weight, job.key_weight != 0, job.eps, cos[r], sin[r], key[r, h])
         if job.slots != 0:
             slot = slots[r]
             for h in range(kv_heads):
-                rotated, value = key[r, h], given[r, q_heads + kv_heads + h]
+                rotated, value = key[r, h], given[r, first_value + h]
                 kept_key, kept_value = pool_keys[slot, h], pool_values[slot, h]
                 for i in range(dim):
                     kept_key[i] = rotated[i]
                     kept_value[i] = value[i]
+
+
+@compiled
+def _gate_rows(job: Any, first: Any, end: Any, element: Any) -> None:
+    q_heads, dim = job.q_heads, job.width
+    given = nb.carray(pointer_to(job.given), (job.rows, 2 * (q_heads + job.kv_heads), dim), element)
+    attended = nb.carray(pointer_to(job.more), (job.rows, q_heads, dim), element)
+    out = nb.carray(pointer_to(job.out), (job.rows, q_heads, dim), element)
+    for r in range(first, end):
+        for h in range(q_heads):
+            _gate_head(given[r, 2 * h + 1], attended[r, h], out[r, h])
 
 
 @compiled
@@ -216,6 +235,8 @@ def _work(job: Any, element: Any) -> None:
         end = min(first + _AT_ONCE, job.rows)
         if job.operation == _ROTATE:
             _rotate_rows(job, first, end, element)
+        elif job.operation == _GATE:
+            _gate_rows(job, first, end, element)
         else:
             _plain_rows(job, first, end, element)
 
@@ -317,12 +338,15 @@ class RowLoops:
         query: Tensor,
         key: Tensor,
         pool: tuple[Tensor, Tensor, Tensor] | None = None,
+        *,
+        gated: bool = False,
     ) -> None:
         """Normalises queries and keys of all heads if weights are given, and rotates them by their positions.
 
         The rotation is RoPE (Su et al. 2021, arXiv 2104.09864); dimension i is paired with i + rotary_dim / 2.
 
-        rows       [rows, q_heads + 2 · kv_heads, head_dim] queries, keys, values
+        rows       [rows, q_heads + 2 · kv_heads, head_dim] queries, keys, values; if `gated`, a gate follows each
+                   query head
         weights    [head_dim] float32, for the `rms_norm` of a head
         rotation   cosines and sines of each row's position, [rows, rotary_dim]; further dimensions are not rotated
         query, key [rows, q_heads, head_dim], [rows, kv_heads, head_dim], written
@@ -345,9 +369,19 @@ class RowLoops:
             pool_values=self._address_of(values),
             q_heads=query.shape[1],
             kv_heads=key.shape[1],
+            gated=int(gated),
             rotary_dim=0 if cos is None else cos.shape[-1],
             eps=eps,
         )
+
+    def gate_heads(self, rows: Tensor, attended: Tensor, out: Tensor) -> None:
+        """Computes out = attended · sigmoid(gate), with the gates of `rows` as in `rotate`.
+
+        rows [rows, 2 · q_heads + 2 · kv_heads, head_dim]; attended, out [rows, q_heads, head_dim]
+        """
+        q_heads = out.shape[1]
+        kv_heads = rows.shape[1] // 2 - q_heads
+        self._run(_GATE, rows, out, more=self._address_of(attended), q_heads=q_heads, kv_heads=kv_heads)
 
     def _run(
         self,
@@ -366,6 +400,7 @@ class RowLoops:
         pool_values: int = 0,
         q_heads: int = 0,
         kv_heads: int = 0,
+        gated: int = 0,
         rotary_dim: int = 0,
         eps: float = 0.0,
     ) -> None:
@@ -392,6 +427,7 @@ class RowLoops:
             pool_values,
             q_heads,
             kv_heads,
+            gated,
             rotary_dim,
             eps,
         )

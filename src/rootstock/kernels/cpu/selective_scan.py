@@ -287,7 +287,7 @@ def _work(job: Any, element: Any, state_element: Any) -> None:
     at_once = _CONVOLVED if job.phase == _CONVOLUTION else _SCANNED
     blocks = (job.channels + at_once - 1) // at_once
     thread = fetch_add(claimed, 1, 1)
-    while True:
+    while thread < job.threads:
         task = fetch_add(claimed, 0, 1)
         if task >= job.sequence_count * blocks:
             return

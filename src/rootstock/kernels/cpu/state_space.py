@@ -320,7 +320,7 @@ def _work(job: Any, element: Any, state_element: Any) -> None:
     sequences = nb.carray(pointer_to(job.sequences), (job.sequence_count, 4), np.int64)
     thread = fetch_add(claimed, 1, 1)
     blocks = job.heads // job.heads_at_once
-    while True:
+    while thread < job.threads:
         task = fetch_add(claimed, 0, 1)
         if job.phase == _RECURRENCE:
             if task >= job.sequence_count * blocks:

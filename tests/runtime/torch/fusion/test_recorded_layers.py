@@ -18,10 +18,12 @@ from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.torch.fusion import modules
 from rootstock.runtime.torch.fusion.modules import (
     MOST_RECORDED_ROWS,
+    FusedAttention,
     FusedLayer,
     RecordedEnding,
     RecordedOpening,
 )
+from rootstock.runtime.torch.fusion.recurrences import FusedRecurrence
 from rootstock.runtime.torch.packed_linears import Packing, use_packed
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.driving import allocate, mixed_steps, packed_logits, random_tokens
@@ -46,6 +48,11 @@ def layers_of(runtime: TorchRuntime) -> list[FusedLayer]:
     return [form for form in forms if isinstance(form, FusedLayer)]
 
 
+def openings_of(layer: FusedLayer) -> dict[Any, Any]:
+    assert isinstance(layer.mixer, (FusedAttention, FusedRecurrence))
+    return layer.mixer.openings
+
+
 def logits_of(runtime: TorchRuntime) -> list[np.ndarray[Any, Any]]:
     allocate(runtime)
     return packed_logits(runtime, [random_tokens(VOCAB, n, n) for n in LENGTHS], STEPS)
@@ -59,8 +66,11 @@ def logits_of(runtime: TorchRuntime) -> list[np.ndarray[Any, Any]]:
         ("qwen3", True, True),  # norms of heads
         ("gemma2", True, True),  # norms of summands, windows
         ("qwen3_moe", True, True),  # experts: the ending stops before them
-        ("qwen3_next", False, False),  # gated attention, recurrent mixers and experts
-        ("qwen3_5_text", False, True),  # the same with MLPs
+        ("qwen3_next", True, True),  # gated attention, recurrent mixers and experts
+        ("qwen3_5_text", True, True),  # the same with MLPs
+        ("lfm2", True, True),  # gated convolutions
+        ("bamba", True, True),  # state spaces
+        ("jamba", True, True),  # scans with linear layers inside are not recorded
         ("mixtral", True, True),
     ],
 )
@@ -73,14 +83,14 @@ def test_recorded_layers_have_the_bits_of_their_functions_one_by_one(
     layers = layers_of(runtime)
     assert layers
     for layer in layers:  # the load records, too
-        layer.openings.clear()
+        openings_of(layer).clear()
         layer.endings.clear()
     expected = logits_of(TorchRuntime(runtime._model, runtime._served))
-    assert not any(layer.openings or layer.endings for layer in layers)
+    assert not any(openings_of(layer) or layer.endings for layer in layers)
     monkeypatch.setattr(modules, "MOST_RECORDED_ROWS", MOST_RECORDED_ROWS)
     for _ in range(2):  # the second has other pools at other addresses
         assert_equal(logits_of(TorchRuntime(runtime._model, runtime._served)), expected)
-    assert any(layer.openings for layer in layers) == has_openings
+    assert any(map(openings_of, layers)) == has_openings
     assert any(layer.endings for layer in layers) == has_endings
     assert all(rows <= MOST_RECORDED_ROWS for layer in layers for rows, *_ in layer.endings)
 
@@ -100,9 +110,9 @@ def test_threads_may_be_others_than_when_the_layers_were_recorded(
 def test_a_cache_in_8_bits_has_no_recorded_opening() -> None:
     runtime = load(saved("llama"), "bfloat16", kv_dtype="int8")
     for layer in layers_of(runtime):  # the load is checked with an exact cache
-        layer.openings.clear()
+        openings_of(layer).clear()
     logits_of(runtime)
-    assert not any(layer.openings for layer in layers_of(runtime))
+    assert not any(map(openings_of, layers_of(runtime)))
 
 
 def test_a_projection_that_is_replaced_is_called_and_recorded_again_when_it_returns(

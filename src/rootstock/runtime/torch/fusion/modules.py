@@ -37,6 +37,7 @@ class FusedLoops:
         self.dtype = dtype
         self.rows = RowLoops(dtype)
         self._memory: dict[tuple[str, int], Tensor] = {}
+        self._of_threads: dict[tuple[int, int], Tensor] = {}
 
     def scratch(self, name: str, rows: int, width: int) -> Tensor:
         """Returns scratch [rows, width], valid until the next call with that name."""
@@ -49,6 +50,13 @@ class FusedLoops:
         """Returns scratch [rows, width], at the same address for any number of rows up to
         `MOST_RECORDED_ROWS`."""
         return self.scratch(f"fixed {name}", MOST_RECORDED_ROWS, width)[:rows]
+
+    def of_threads(self, threads: int, floats: int) -> Tensor:
+        """Returns scratch [threads, floats] float32, at the same address for these numbers."""
+        memory = self._of_threads.get((threads, floats))
+        if memory is None:
+            memory = self._of_threads[threads, floats] = torch.empty(threads, floats)
+        return memory
 
 
 @dataclass(eq=False)
@@ -108,6 +116,29 @@ class ProjectionHeads:
     dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Mixed rows before a mixer's last projection, [rows, …]."""
+
+    rows: Tensor
+    output: Projection
+    gates: Tensor | None = None  # of `rows`, among the rows that `RowLoops.gate_heads` reads
+
+    def gate_into(self, out: Tensor, loops: FusedLoops) -> None:
+        """Writes the rows times their gates to `out` [rows, …]."""
+        assert self.gates is not None
+        heads = len(out), -1, self.gates.shape[2]
+        loops.rows.gate_heads(self.gates, self.rows.view(heads), out.view(heads))
+
+    def end(self, loops: FusedLoops) -> Tensor:
+        """Computes the gates and the last projection: [rows, hidden]."""
+        if self.gates is None:
+            return self.output.multiply(self.rows)
+        gated = loops.scratch("gated heads", *self.rows.shape)
+        self.gate_into(gated, loops)
+        return self.output.multiply(gated)
+
+
 @dataclass(eq=False)
 class FusedMixer(Fused):
     """Fused part that mixes the rows of a sequence: attention, or a recurrence."""
@@ -124,12 +155,19 @@ class FusedMixer(Fused):
         """Computes rows [tokens, hidden] → [tokens, hidden]."""
         raise NotImplementedError
 
+    def begin(
+        self, norm: FusedNorm, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep
+    ) -> Begun | None:
+        """Computes the norm before the mixer, and the mixer up to its last projection, by recorded stages. None: they
+        cannot be recorded, and nothing was computed."""
+        return None
+
 
 @dataclass(eq=False)
 class FusedAttention(FusedMixer):
     """Fused attention: Q, K and V from one projection, normalised and rotated in one pass, attended, projected.
 
-    If it is gated, each query head is followed by its gate, whose sigmoid is a factor of the attended row.
+    If it is gated, each query head is followed by its gate, whose sigmoid is a factor of the attended head.
     """
 
     index: int  # number of the layer
@@ -143,6 +181,9 @@ class FusedAttention(FusedMixer):
     gated: bool
     loops: FusedLoops
     scores: Scores = field(default_factory=lambda: Scores(1.0))
+    openings: dict[tuple[int, int], RecordedOpening] = field(
+        default_factory=dict
+    )  # by rows and rotary dimensions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = kwargs.get("past_key_values")
@@ -162,23 +203,42 @@ class FusedAttention(FusedMixer):
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
         tokens, heads = len(rows), self.heads
         projected = self.inputs.multiply(rows).view(tokens, -1, heads.dim)
-        gate: Tensor | None = None
-        if self.gated:
-            queries, others = projected[:, : 2 * heads.queries], projected[:, 2 * heads.queries :]
-            gate = queries[:, 1::2]
-            projected = torch.cat([queries[:, ::2], others], 1)
         query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
         key = self.loops.scratch("key", tokens, heads.kv * heads.dim)
         query, key = query.view(tokens, heads.queries, heads.dim), key.view(tokens, heads.kv, heads.dim)
-        value = projected[:, heads.queries + heads.kv :]
         pool = step.memory_of(self.index, projected.dtype)
-        self.loops.rows.rotate(
-            projected, self.query_norm, self.key_norm, self.eps, rotation, query, key, pool
-        )
+        self.rotate(projected, rotation, query, key, pool)
+        value = projected[:, -heads.kv :]
         attended = step.attend(self.index, query, key, value, self.scores, is_kept=pool is not None)
-        if gate is not None:
-            attended = attended * torch.sigmoid(gate)
-        return self.output.multiply(attended.reshape(tokens, -1))
+        return self._begun(attended, projected).end(self.loops)
+
+    def rotate(
+        self, projected: Tensor, rotation: Rotation | None, query: Tensor, key: Tensor, pool: Pool | None
+    ) -> None:
+        norms = self.query_norm, self.key_norm
+        self.loops.rows.rotate(projected, *norms, self.eps, rotation, query, key, pool, gated=self.gated)
+
+    def begin(
+        self, norm: FusedNorm, rows: Tensor, rotation: Rotation | None, step: FusedStep
+    ) -> Begun | None:
+        alike = len(rows), 0 if rotation is None else rotation[0].shape[-1]
+        opening = self.openings.get(alike)
+        is_recorded = opening is not None and opening.serves(self)
+        if not is_recorded and not can_be_recorded(self.inputs):
+            return None
+        pool = step.memory_of(self.index, rows.dtype)
+        if pool is None:  # K and V are not stored as they are
+            return None
+        if opening is None or not is_recorded:
+            opening = self.openings[alike] = RecordedOpening(norm, self, rows, rotation, pool)
+        opening.run_with(rows, *(rotation or ()), *pool)
+        query, key, value = opening.query, opening.key, opening.value
+        attended = step.attend(self.index, query, key, value, self.scores, is_kept=True)
+        return self._begun(attended, opening.projected)
+
+    def _begun(self, attended: Tensor, projected: Tensor) -> Begun:
+        rows = attended.reshape(len(attended), -1).contiguous()
+        return Begun(rows, self.output, projected if self.gated else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,34 +255,35 @@ class Norms:
 
 # A decode of a small model spends a quarter of its time between its compiled functions. For few rows, the functions
 # before a layer's attention are therefore recorded as stages of one call of torch's threads, and so are those after
-# it (kernels/cpu/stages.py). A recording is for one number of rows. The addresses of tensors that change from call to
-# call are written into its jobs before a run. Scratch rows have fixed addresses, and are shared by all layers, which
-# run one after the other.
+# it; a recurrence is such a function itself (kernels/cpu/stages.py). A recording is for one number of rows. The
+# addresses of tensors that change from call to call are written into its jobs before a run. Scratch rows have fixed
+# addresses, and are shared by all layers, which run one after the other.
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of each row's position
 Pool = tuple[Tensor, Tensor, Tensor]  # keys, values, and the rows' slots
 
 
-def _can_be_recorded(*projections: Projection) -> bool:
+def can_be_recorded(*projections: Projection) -> bool:
     """Returns whether the products of projections, as they are now, can be stages."""
     return all(isinstance(each.multiply, Blocked) for each in projections) and can_run_stages()
 
 
-def _product(projection: Projection) -> Blocked:
+def product_of(projection: Projection) -> Blocked:
+    """Returns the product of a projection that can be recorded."""
     assert isinstance(projection.multiply, Blocked)
     return projection.multiply
 
 
-class _RecordedPart:
+class RecordedPart:
     """Closed stages, and the places of the addresses that change."""
 
     def __init__(self, *changing: Tensor) -> None:
         """Takes the tensors that will be others in each run. No two have the same memory."""
         self._changing = changing
-        self._stages = Stages()
+        self.stages = Stages()
 
     def close(self) -> None:
-        jobs = self._stages.close()
+        jobs = self.stages.close()
         addresses = [tensor.data_ptr() for tensor in self._changing]
         assert len(set(addresses)) == len(addresses)
         self._places = [
@@ -237,23 +298,22 @@ class _RecordedPart:
             address = tensor.data_ptr()
             for job, number in places:
                 job[number] = address
-        self._stages.run()
+        self.stages.run()
 
 
-class RecordedOpening(_RecordedPart):
+class RecordedOpening(RecordedPart):
     """Norm before a layer's attention, its first projection, and the rotation, which writes K and V to the pool."""
 
     def __init__(
         self,
-        loops: FusedLoops,
-        norms: Norms,
+        norm: FusedNorm,
         attention: FusedAttention,
         rows: Tensor,
         rotation: Rotation | None,
         pool: Pool,
     ) -> None:
-        heads, count = attention.heads, len(rows)
-        self.product = _product(attention.inputs)
+        heads, count, loops = attention.heads, len(rows), attention.loops
+        self.product = product_of(attention.inputs)
         super().__init__(rows, *(rotation or ()), *pool)
         normed = loops.fixed("normed", count, rows.shape[1])
         projected = loops.fixed("projected", count, self.product.out_features)
@@ -261,15 +321,12 @@ class RecordedOpening(_RecordedPart):
             count, heads.queries, heads.dim
         )
         self.key = loops.fixed("key", count, heads.kv * heads.dim).view(count, heads.kv, heads.dim)
-        of_heads = projected.view(count, -1, heads.dim)
-        self.value = of_heads[:, heads.queries + heads.kv :]
-        norm, query_norm, key_norm = norms.before_mixer, attention.query_norm, attention.key_norm
-        with loops.rows.recorded(self._stages):
+        self.projected = projected.view(count, -1, heads.dim)
+        self.value = self.projected[:, -heads.kv :]
+        with loops.rows.recorded(self.stages):
             norm.into(rows, normed)
-            self.product.record(self._stages, normed, projected)
-            loops.rows.rotate(
-                of_heads, query_norm, key_norm, attention.eps, rotation, self.query, self.key, pool
-            )
+            self.product.record(self.stages, normed, projected)
+            attention.rotate(self.projected, rotation, self.query, self.key, pool)
         self.close()
 
     def serves(self, attention: FusedAttention) -> bool:
@@ -277,21 +334,22 @@ class RecordedOpening(_RecordedPart):
         return attention.inputs.multiply is self.product
 
 
-class RecordedEnding(_RecordedPart):
-    """Everything after a layer's mixer: the projection of attended rows, the residual sum with its norm, the MLP
+class RecordedEnding(RecordedPart):
+    """Everything after a layer's mixing: gates and projection of mixed rows, the residual sum with its norm, the MLP
     and its residual sum."""
 
     def __init__(
         self,
         loops: FusedLoops,
         norms: Norms,
-        output: Projection | None,
+        begun: Begun | None,
         mlp: FusedMLP | None,
         rows: Tensor,
         given: Tensor,
     ) -> None:
-        """Records for rows [rows, hidden] and `given`: rows for `output`, or mixed rows [rows, hidden]."""
+        """Records for rows [rows, hidden] and `given`: the rows of `begun`, or mixed rows [rows, hidden]."""
         count, hidden = rows.shape
+        output = None if begun is None else begun.output
         projections = [
             *([] if output is None else [output]),
             *([] if mlp is None else [mlp.gate_up, mlp.down]),
@@ -300,21 +358,24 @@ class RecordedEnding(_RecordedPart):
         total = torch.empty_like(rows)
         super().__init__(rows, given, total)
         self.normed = loops.fixed("normed", count, hidden)
-        with loops.rows.recorded(self._stages):
+        with loops.rows.recorded(self.stages):
             mixed = given
-            if output is not None:
+            if begun is not None:
+                if begun.gates is not None:
+                    given = loops.fixed("gated heads", *given.shape)
+                    begun.gate_into(given, loops)
                 mixed = loops.fixed("mixed", count, hidden)
-                _product(output).record(self._stages, given, mixed)
+                product_of(begun.output).record(self.stages, given, mixed)
             if norms.after_mixer is not None:
                 norms.after_mixer.into(mixed, mixed)
             norm = norms.before_mlp
             loops.rows.add_rms_norm(rows, mixed, norm.weight, norm.eps, total, self.normed)
             if mlp is not None:
-                gate_up = loops.fixed("gate_up", count, _product(mlp.gate_up).out_features)
+                gate_up = loops.fixed("gate_up", count, product_of(mlp.gate_up).out_features)
                 gated, more = loops.fixed("gated", count, mlp.width), loops.fixed("more", count, hidden)
-                _product(mlp.gate_up).record(self._stages, self.normed, gate_up)
+                product_of(mlp.gate_up).record(self.stages, self.normed, gate_up)
                 mlp.gate(gate_up, gated)
-                _product(mlp.down).record(self._stages, gated, more)
+                product_of(mlp.down).record(self.stages, gated, more)
                 if norms.after_mlp is not None:
                     norms.after_mlp.into(more, more)
                 loops.rows.add(total, more, total)
@@ -337,9 +398,6 @@ class FusedLayer(Fused):
         int  # 0: the rows alone; else a tuple of this length, of the rows and of None (weights of attention)
     )
     loops: FusedLoops
-    openings: dict[tuple[int, int], RecordedOpening] = field(
-        default_factory=dict
-    )  # by rows and rotary dimensions
     endings: dict[tuple[int, bool], RecordedEnding] = field(default_factory=dict)  # by rows, projected or not
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -361,17 +419,15 @@ class FusedLayer(Fused):
         output."""
         norms, loops = self.norms, self.loops.rows
         is_few = len(rows) <= MOST_RECORDED_ROWS and rows.dtype == self.loops.dtype
-        attention = self.mixer if isinstance(self.mixer, FusedAttention) and not self.mixer.gated else None
-        attended = self._attended(attention, rows, rotation, step) if is_few and attention else None
-        if attended is None:
-            normed, output = self.loops.scratch("normed", *rows.shape), None
+        begun = self.mixer.begin(norms.before_mixer, rows, rotation, step) if is_few else None
+        if begun is None:
+            normed = self.loops.scratch("normed", *rows.shape)
             norms.before_mixer.into(rows, normed)
             given = self.mixer.rows(normed, rotation, step)
         else:
-            assert attention is not None
-            given, output = attended, attention.output
+            given = begun.rows
         total = torch.empty_like(rows)
-        ending = self._ending(rows, given, output) if is_few else None
+        ending = self._ending(rows, given, begun) if is_few else None
         if ending is not None:
             ending.run_with(rows, given, total)
             normed = ending.normed
@@ -379,7 +435,7 @@ class FusedLayer(Fused):
                 return total
         else:
             normed = self.loops.scratch("normed", *rows.shape)
-            mixed = given if output is None else output.multiply(given)
+            mixed = given if begun is None else begun.end(self.loops)
             if norms.after_mixer is not None:
                 norms.after_mixer.into(mixed, mixed)
             norm = norms.before_mlp
@@ -390,44 +446,18 @@ class FusedLayer(Fused):
         loops.add(total, more, total)
         return total
 
-    def _attended(
-        self,
-        attention: FusedAttention,
-        rows: Tensor,
-        rotation: Rotation | None,
-        step: FusedStep,
-    ) -> Tensor | None:
-        """Attends rows [tokens, hidden] → [tokens, q_heads · head_dim], by recorded stages. None: the projection is
-        no stage, or K and V are not stored as they are."""
-        alike = len(rows), 0 if rotation is None else rotation[0].shape[-1]
-        opening = self.openings.get(alike)
-        is_recorded = opening is not None and opening.serves(attention)
-        if not is_recorded and not _can_be_recorded(attention.inputs):
-            return None
-        pool = step.memory_of(attention.index, rows.dtype)
-        if pool is None:
-            return None
-        if opening is None or not is_recorded:
-            opening = self.openings[alike] = RecordedOpening(
-                self.loops, self.norms, attention, rows, rotation, pool
-            )
-        opening.run_with(rows, *(rotation or ()), *pool)
-        query, key, value = opening.query, opening.key, opening.value
-        attended = step.attend(attention.index, query, key, value, attention.scores, is_kept=True)
-        return attended.reshape(len(rows), -1)
-
-    def _ending(self, rows: Tensor, given: Tensor, output: Projection | None) -> RecordedEnding | None:
+    def _ending(self, rows: Tensor, given: Tensor, begun: Begun | None) -> RecordedEnding | None:
         """Returns the stages after the mixer for so many rows. None: they are no stages, or only one."""
-        alike = len(rows), output is not None
+        alike = len(rows), begun is not None
         ending = self.endings.get(alike)
         if not given.is_contiguous():
             return None
         if ending is None or not ending.serves():
             mlp = self.mlp if isinstance(self.mlp, FusedMLP) else None
-            projections = [*([output] if output else []), *([mlp.gate_up, mlp.down] if mlp else [])]
-            if not projections or not _can_be_recorded(*projections):
+            projections = [*([begun.output] if begun else []), *([mlp.gate_up, mlp.down] if mlp else [])]
+            if not projections or not can_be_recorded(*projections):
                 return None
-            ending = self.endings[alike] = RecordedEnding(self.loops, self.norms, output, mlp, rows, given)
+            ending = self.endings[alike] = RecordedEnding(self.loops, self.norms, begun, mlp, rows, given)
         return ending
 
     def _mlp(self, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from rootstock.kernels.cpu.recurrent_loops import RecurrentLoops
 from rootstock.runtime.torch.fusion.base import FusedStep, Projection
-from rootstock.runtime.torch.fusion.modules import FusedLoops, FusedMixer, only_harmless
+from rootstock.runtime.torch.fusion.modules import (
+    Begun,
+    FusedLoops,
+    FusedMixer,
+    FusedNorm,
+    RecordedPart,
+    can_be_recorded,
+    only_harmless,
+    product_of,
+)
 from rootstock.runtime.torch.module_parts import StepCache
 from rootstock.runtime.torch.state_pool import LayerStates, StateCache, TorchStatePool, TorchStateShape
 
@@ -54,6 +63,9 @@ class FusedRecurrence(FusedMixer):
     factor: Tensor | None  # of the rows of `inputs`, in their dtype
     loops: FusedLoops
     inside: Sequence[Projection] = ()  # that `mixer` calls
+    openings: dict[Any, RecordedRecurrence] = field(
+        default_factory=dict
+    )  # by the numbers that they depend on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = next((given for given in kwargs.values() if isinstance(given, FusedStep)), None)
@@ -76,6 +88,50 @@ class FusedRecurrence(FusedMixer):
             projected = projected * self.factor
         self.mixer(projected, states.sequences, states.conv, states.recurrent, mixed)
         return self.output.multiply(mixed)
+
+    def begin(
+        self, norm: FusedNorm, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep
+    ) -> Begun | None:
+        if self.inside or self.factor is not None or not can_be_recorded(self.inputs):
+            return None
+        states = step.states_of(self.index, rows.dtype)
+        assert states is not None, "`serves` was not asked"
+        pool = states.recurrent
+        alike = len(rows), len(states.sequences), len(pool), pool.dtype, torch.get_num_threads()
+        opening = self.openings.get(alike)
+        if opening is None or not opening.serves(self):
+            opening = self.openings[alike] = RecordedRecurrence(norm, self, rows, states)
+        opening.run_with(rows, *_changing(states))
+        return Begun(opening.mixed, self.output)
+
+
+class RecordedRecurrence(RecordedPart):
+    """Norm before a recurrent mixer, its first projection, and its loops."""
+
+    def __init__(self, norm: FusedNorm, mixer: FusedRecurrence, rows: Tensor, states: LayerStates) -> None:
+        loops, count = mixer.loops, len(rows)
+        self._product = product_of(mixer.inputs)
+        super().__init__(rows, *_changing(states))
+        normed = loops.fixed("normed", count, rows.shape[1])
+        projected = loops.fixed("projected", count, self._product.out_features)
+        self.mixed = loops.fixed("mixed heads", count, mixer.mixer.inner)
+        scratch = loops.of_threads(torch.get_num_threads(), mixer.mixer.scratch_floats)
+        with loops.rows.recorded(self.stages):
+            norm.into(rows, normed)
+        self._product.record(self.stages, normed, projected)
+        conv, recurrent, sequences = states.conv, states.recurrent, states.sequences
+        mixer.mixer.record(self.stages, projected, sequences, conv, recurrent, self.mixed, scratch)
+        self.close()
+
+    def serves(self, mixer: FusedRecurrence) -> bool:
+        """Returns whether the projection is still the recorded one: adapters replace it."""
+        return mixer.inputs.multiply is self._product
+
+
+def _changing(states: LayerStates) -> list[Tensor]:
+    """Returns the tensors of a step's states whose addresses may be others in the next step."""
+    distinct = {each.data_ptr(): each for each in (states.sequences, states.conv, states.recurrent)}
+    return list(distinct.values())
 
 
 def agreeing(
