@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rootstock.kernels.torch.coded_linear import Rounding, coded
+from rootstock.kernels.torch.coded_weight import NORMAL
 from rootstock.kernels.torch.linear import Linear
 from rootstock.kernels.torch.quantized_linear import (
     FEW_ROWS,
     DequantizeScratch,
     Int4,
-    Rounding,
     _packs_lanes,
     not_rounded,
     rounded,
@@ -68,11 +69,16 @@ def test_8_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 
 
 @needs_packed_lanes
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_4_bits_represent_sixteen_even_values(dtype: torch.dtype) -> None:
-    weight = (torch.arange(64) % 16 - 8).to(dtype).expand(64, 64) / 4
-    kept = weights_of(rounded(weight, None, "int4", DequantizeScratch()), dtype)
-    torch.testing.assert_close(kept, weight.float(), rtol=1e-6, atol=1e-6)
+def test_4_bits_represent_sixteen_even_values() -> None:
+    weight = (torch.arange(64) % 16 - 8.0).expand(64, 64) / 4
+    kept = weights_of(rounded(weight, None, "int4", DequantizeScratch()), torch.float32)
+    torch.testing.assert_close(kept, weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_codes_of_4_bits_represent_the_values_of_their_table(sign: float) -> None:
+    weight = (NORMAL * sign / 4).bfloat16().repeat(64, 4)
+    assert torch.equal(coded(weight[None], "int4").widened()[0], weight.float())
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -21,7 +21,9 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from checkpoints import VOCAB, saved
-from rootstock.runtime.torch.packed_experts import PackedExperts, find_experts, pack_experts
+from rootstock.kernels.cpu.coded_products import has_coded_products
+from rootstock.kernels.torch.coded_linear import Rounding
+from rootstock.runtime.torch.packed_experts import PackedExperts, find_experts, not_coded, pack_experts
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from runtime.torch.helpers import STEPS
 from twins.driving import allocate, packed_logits, random_tokens
@@ -46,8 +48,8 @@ KINDS: dict[type[nn.Module], str] = {
 }
 
 
-def experts_of(kind: type[nn.Module], dtype: torch.dtype = torch.bfloat16) -> Any:
-    config = AutoConfig.for_model(KINDS[kind], **FIELDS)
+def experts_of(kind: type[nn.Module], dtype: torch.dtype = torch.bfloat16, inner: int = INNER) -> Any:
+    config = AutoConfig.for_model(KINDS[kind], **{n: inner if v == INNER else v for n, v in FIELDS.items()})
     config._experts_implementation = "grouped_mm"
     made = kind(config)
     random = torch.Generator().manual_seed(0)
@@ -85,8 +87,8 @@ def test_packed_experts_are_as_near_to_the_exact_products_as_torchs(
     expected = exact(given[0].float(), given[1], given[2].float())
     theirs = rms(module(*given) - expected)
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    packed = pack_experts(module)
-    assert isinstance(packed, PackedExperts)
+    packed, _, _ = pack_experts(module)
+    assert packed is not None
     assert module.forward is packed
     assert rms(module(*given) - expected) <= 1.05 * theirs + 1e-4 * rms(expected)
     assert {name: parameter.shape for name, parameter in module.named_parameters()} == shapes
@@ -113,11 +115,50 @@ def test_restored_experts_have_their_weights_and_forward_back(kind: type[nn.Modu
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     given = routed(9, 2)
     expected = module(*given)
-    packed = pack_experts(module)
-    assert isinstance(packed, PackedExperts)
+    packed, _, _ = pack_experts(module)
+    assert packed is not None
     packed.restore()
     assert all(torch.equal(module.get_parameter(name), weights) for name, weights in before.items())
     assert torch.equal(module(*given), expected)
+
+
+@needs_loops
+@pytest.mark.skipif(not has_coded_products(), reason="needs AVX512-VBMI")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rounding", "most"), [("int8", 0.02), ("int4", 0.2)])
+def test_coded_experts_are_off_by_their_rounding_for_any_number_of_rows(
+    kind: type[nn.Module], rounding: Rounding, most: float
+) -> None:
+    module, exact = (experts_of(kind, dtype, inner=96) for dtype in (torch.bfloat16, torch.float32))
+    assert not_coded(module, rounding) == ""
+    packed, _, error = pack_experts(module, rounding)
+    assert packed is not None
+    assert 0 < error < most
+    x, chosen, weights = routed(130, 3)
+    expected = exact(x.float(), chosen, weights.float())
+    together = module(x, chosen, weights)
+    assert rms(together - expected) <= most * rms(expected)
+    for rows in (slice(0, 1), slice(4, 9), slice(100, 130)):
+        assert torch.equal(module(x[rows], chosen[rows], weights[rows]), together[rows])
+
+
+@needs_loops
+@pytest.mark.skipif(not has_coded_products(), reason="needs AVX512-VBMI")
+def test_experts_of_other_sizes_are_packed_unquantized() -> None:
+    module = experts_of(Qwen3MoeExperts)
+    assert not_coded(module, "int4") == "the number of its inputs, 72, is not a multiple of 32"
+    model = nn.Sequential(module, experts_of(Qwen3MoeExperts, inner=96))
+
+    def exercise() -> dict[str, Any]:
+        x, chosen, routing = routed(5, 2)
+        with torch.inference_mode():
+            return {"rows": model[1](model[0](x, chosen, routing), chosen, routing).float().numpy()}
+
+    packing = pack_linears(model, [], exercise, lambda: 0.05, lambda done: None, "int4")
+    assert set(packing.experts) == {"0", "1"}
+    assert set(packing.unrounded) == {"0"}
+    assert set(packing.rounded) == {"1"}
+    assert 0 < packing.difference < 0.5
 
 
 def test_only_dispatched_modules_with_plain_bfloat16_weights_are_found() -> None:
@@ -167,8 +208,8 @@ def test_experts_whose_code_takes_other_arguments_stay_as_they_are() -> None:
 
     module = experts_of(Qwen3MoeExperts)
     module.__class__ = OtherExperts
-    reason = pack_experts(module)
-    assert isinstance(reason, str)
+    packed, reason, _ = pack_experts(module)
+    assert packed is None
     assert "its code is another one" in reason
     assert not module.down_proj.isnan().any()
 
@@ -177,8 +218,8 @@ def test_experts_whose_code_takes_other_arguments_stay_as_they_are() -> None:
 def test_experts_that_compute_something_else_stay_as_they_are() -> None:
     module = experts_of(Qwen3MoeExperts)
     module.act_fn = nn.Dropout(0.5)  # differs from call to call
-    reason = pack_experts(module)
-    assert isinstance(reason, str)
+    packed, reason, _ = pack_experts(module)
+    assert packed is None
     assert "off by" in reason
     assert "forward" not in vars(module)
     assert not module.down_proj.isnan().any()

@@ -45,10 +45,10 @@ from rootstock.kernels.cpu.stages import Stages
 from rootstock.kernels.cpu.threads import run_on_threads
 from rootstock.kernels.cpu.vector_lanes import I64, INTS, LANES, fetch, load, store
 
-_BLOCK = 64  # outputs
+BLOCK = 64  # outputs
 _PART = 96  # rows of one task
 _PAIRS = 2048  # of inputs at a time: 512 KB of a block
-_VECTORS = _BLOCK // LANES
+_VECTORS = BLOCK // LANES
 # Bytes between the products of the first rows and the weights that are fetched. Few rows keep up with the processor's
 # own fetching, which needs help near by only; with six rows, products take longer than reading.
 _NEAR, _FAR = 2 << 10, 16 << 10
@@ -58,7 +58,7 @@ JOB = np.dtype(
         (
             "claims",
             "i8",
-        ),  # address of [8 · (1 + threads)] int64: threads that have begun, claims of `_next_task`
+        ),  # address of [8 · (1 + threads)] int64: threads that have begun, claims of `next_task`
         ("threads", "i8"),
         ("experts", "i8"),
         ("blocks", "i8"),  # of one expert
@@ -156,9 +156,9 @@ def _round_block(typing: Any, totals: Any, to: Any) -> Any:
 
 
 @compiled
-def _write(total: Any, into: Any) -> None:
+def write_block(total: Any, into: Any) -> None:
     """Rounds the first numbers of total [64] float32 to a row's outputs of a block, into [≤ 64] bfloat16."""
-    if len(into) == _BLOCK:
+    if len(into) == BLOCK:
         _round_block(total.ctypes.data, into.ctypes.data)
     else:
         for i in range(len(into)):
@@ -194,7 +194,7 @@ def _sort(chosen: Any, begins: Any, order: Any) -> None:
 
 
 @compiled
-def _next_task(claims: Any, thread: Any, threads: Any, tasks: Any) -> Any:
+def next_task(claims: Any, thread: Any, threads: Any, tasks: Any) -> Any:
     """Claims a task: the next one of a thread's own range, or one of another thread's where its own are done.
     Returns -1 if none is left. Ranges are contiguous, so that a thread reads memory in order.
 
@@ -210,30 +210,45 @@ def _next_task(claims: Any, thread: Any, threads: Any, tasks: Any) -> Any:
     return -1
 
 
+@compiled
+def plan_tasks(chosen: Any, blocks: Any, part: Any, begins: Any, order: Any, tasks: Any, out: Any) -> None:
+    """Sorts products by expert, and counts tasks. Writes zeros for a number of no expert.
+
+    chosen          address of [products] int64; 0: all of expert 0
+    blocks          of an expert
+    part            rows of a task
+    begins, order   see `_sort`
+    tasks           [experts + 1] int64, written: tasks of the experts before each
+    out             [products, outputs]
+    """
+    experts, products = len(tasks) - 1, len(order)
+    if chosen != 0:
+        _sort(nb.carray(pointer_to(chosen), (products,), np.int64), begins, order)
+        for place in range(begins[experts], products):
+            out[order[place]] = 0
+    else:
+        begins[:] = products
+        begins[0] = 0
+        for product in range(products):
+            order[product] = product
+    tasks[0] = 0
+    for expert in range(experts):
+        parts = (begins[expert + 1] - begins[expert] + part - 1) // part
+        tasks[expert + 1] = tasks[expert] + parts * blocks
+
+
 def _work(jobs: Any) -> None:
     """Runs one thread's share of a job: claims tasks until none is left."""
     job = nb.carray(jobs, (1,))[0]
     claims = nb.carray(pointer_to(job.claims), (8 * (1 + job.threads),), np.int64)
     out = nb.carray(pointer_to(job.out), (job.products, job.outputs), np.uint16)
     begins, order = np.empty(job.experts + 2, np.int64), np.empty(job.products, np.int64)
-    if job.chosen != 0:
-        _sort(nb.carray(pointer_to(job.chosen), (job.products,), np.int64), begins, order)
-        for place in range(begins[job.experts], job.products):
-            out[order[place]] = 0
-    else:
-        begins[:] = job.products
-        begins[0] = 0
-        for product in range(job.products):
-            order[product] = product
-    tasks = np.empty(job.experts + 1, np.int64)  # of the experts before each
-    tasks[0] = 0
-    for expert in range(job.experts):
-        parts = (begins[expert + 1] - begins[expert] + _PART - 1) // _PART
-        tasks[expert + 1] = tasks[expert] + parts * job.blocks
-    rows, totals = np.empty(_PART, np.int64), np.empty((_PART, _BLOCK), np.float32)
+    tasks = np.empty(job.experts + 1, np.int64)
+    plan_tasks(job.chosen, job.blocks, _PART, begins, order, tasks, out)
+    rows, totals = np.empty(_PART, np.int64), np.empty((_PART, BLOCK), np.float32)
     thread = fetch_add(claims, 0, 1)
     while True:
-        task = _next_task(claims, thread, job.threads, tasks[job.experts])
+        task = next_task(claims, thread, job.threads, tasks[job.experts])
         if task < 0:
             return
         expert = np.searchsorted(tasks, task, "right") - 1
@@ -262,7 +277,7 @@ def _work(jobs: Any) -> None:
                 )
             stride = 256
         for r in range(count):
-            _write(totals[r], out[order[begin + r], _BLOCK * block : _BLOCK * (block + 1)])
+            write_block(totals[r], out[order[begin + r], BLOCK * block : BLOCK * (block + 1)])
 
 
 @cache
@@ -273,23 +288,30 @@ def _compiled() -> int:
 class PackedProducts:
     """Products with packed weights. One thread at a time may use it."""
 
-    def __init__(self, memory: int, shape: tuple[int, int, int], biases: Tensor | None) -> None:
+    def __init__(
+        self,
+        memory: int,
+        shape: tuple[int, int, int],
+        biases: Tensor | None,
+        job: np.dtype[Any] = JOB,
+        function: int | None = None,
+    ) -> None:
         """Initialises products with weights of shape [experts, out, in] that lie packed at an address, which the
-        caller keeps. biases: [experts, out]"""
+        caller keeps. biases: [experts, out]. `function` is compiled for `job`, which begins like `JOB`."""
         self.experts, self.out_features, self.in_features = shape
-        blocks = -(-self.out_features // _BLOCK)
-        self._biases = torch.zeros(self.experts, blocks * _BLOCK)
+        blocks = -(-self.out_features // BLOCK)
+        self._biases = torch.zeros(self.experts, blocks * BLOCK)
         if biases is not None:
             self._biases[:, : self.out_features] = biases
         self._most_threads = os.cpu_count() or 1
         self._claims = np.zeros(8 * (1 + self._most_threads), np.int64)
         self._claims_at = self._claims.ctypes.data
-        self._job = np.zeros(1, JOB)
+        self._job = np.zeros(1, job)
         self._job_at = self._job.ctypes.data
         self._job_bytes = memoryview(self._job.view(np.uint8))  # type: ignore[arg-type]
         sizes = self.experts, blocks, self.in_features // 2, self.out_features
         self._weights = *sizes, memory, self._biases.data_ptr()
-        self._function = _compiled()
+        self._function = _compiled() if function is None else function
 
     def __call__(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Multiplies each row by the weights of the experts that were chosen for it.
@@ -344,12 +366,12 @@ def _pack(weights: Tensor) -> Tensor:
     """Packs weights [experts, out, in] → [experts, blocks, in / 2, 64, 2]. Outputs that fill up the last block are
     zeros."""
     experts, outputs, inputs = weights.shape
-    blocks, pairs = -(-outputs // _BLOCK), inputs // 2
-    packed = torch.empty(experts, blocks, pairs, _BLOCK, 2, dtype=torch.bfloat16)
+    blocks, pairs = -(-outputs // BLOCK), inputs // 2
+    packed = torch.empty(experts, blocks, pairs, BLOCK, 2, dtype=torch.bfloat16)
     for weight, into in zip(weights, packed, strict=True):
-        rest = _BLOCK * blocks - outputs
+        rest = BLOCK * blocks - outputs
         whole = nn.functional.pad(weight, (0, 0, 0, rest)) if rest else weight.contiguous()
-        into.copy_(whole.view(blocks, _BLOCK, pairs, 2).transpose(1, 2))
+        into.copy_(whole.view(blocks, BLOCK, pairs, 2).transpose(1, 2))
     return packed
 
 

@@ -132,27 +132,34 @@ class Plain:
         return self.weight
 
 
-class Blocked:
-    """Linear layer with a bfloat16 weight in Rootstock's own layout."""
+class Looped:
+    """Linear layer whose product is one of Rootstock's loops, and can be a recorded stage."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        from rootstock.kernels.cpu.packed_products import PackedLayers
-
-        self.out_features, self.in_features = weight.shape
-        self._bias = None if bias is None else bias.detach()
-        self._layers = PackedLayers(weight.detach()[None], None if bias is None else bias.detach()[None])
-        self._multiply = self._layers.multiply
-        self.record = self._multiply.record
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.out_features * self.in_features + nbytes_of(self._bias)
+    def __init__(self, multiply: PackedProducts) -> None:
+        self.out_features, self.in_features = multiply.out_features, multiply.in_features
+        self._multiply = multiply
+        self.record = multiply.record
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x).view(*x.shape[:-1], self.out_features)
 
     def product(self) -> Callable[[Tensor], Tensor]:
         return self
+
+
+class Blocked(Looped):
+    """Linear layer with a bfloat16 weight in Rootstock's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        from rootstock.kernels.cpu.packed_products import PackedLayers
+
+        self._bias = None if bias is None else bias.detach()
+        self._layers = PackedLayers(weight.detach()[None], None if bias is None else bias.detach()[None])
+        super().__init__(self._layers.multiply)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.out_features * self.in_features + nbytes_of(self._bias)
 
     def unpacked(self) -> Tensor:
         """Returns the weight [out, in] in a new tensor, equal bit by bit."""

@@ -1,5 +1,8 @@
 """Linear layers with weights quantized to 8 and 4 bits and unquantized inputs. CPUs only.
 
+Where a processor multiplies coded weights, they are coded (coded_linear.py). The layers below are for others, and for
+float32.
+
 torch's kernels for few rows do not use the matrix units, so their time grows with every row. From about a dozen rows
 on it is faster to dequantize the weights into scratch memory, a tile at a time, and to multiply with that.
 """
@@ -8,21 +11,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from rootstock.kernels.cpu.coded_products import has_coded_products
 from rootstock.kernels.cpu.weight_quantization import (
     LANES,
+    bits_of,
     from_4_bits,
     from_8_bits,
     round_to_4_bits,
     round_to_8_bits,
 )
-from rootstock.kernels.torch.linear import Linear, nbytes_of
-
-Rounding = Literal["int8", "int4"]
+from rootstock.kernels.torch.coded_linear import Coded, Rounding, coded
+from rootstock.kernels.torch.linear import Linear, has_matrix_units, nbytes_of
 
 FEW_ROWS = 12  # the most rows for torch's kernels for quantized weights
 _GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first of these that divides the inputs
@@ -30,14 +33,6 @@ _GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first of these th
 _INPUTS_OF = 32
 _LEAST_OUTPUTS = 64  # fewer outputs gain nothing, and routers and gates depend on small differences
 _TILE = 4 << 20  # weights that are dequantized at once
-
-
-def _bits_of(rows: Tensor) -> Any:
-    """Returns a view of the tensor's memory for compiled code: float32 unchanged, bfloat16 as uint16."""
-    if rows.dtype == torch.bfloat16:
-        return rows.view(torch.uint16).numpy()
-    assert rows.dtype == torch.float32
-    return rows.numpy()
 
 
 def not_rounded(weight: Tensor, rounding: Rounding) -> str:
@@ -49,13 +44,20 @@ def not_rounded(weight: Tensor, rounding: Rounding) -> str:
         return f"it has {outputs} outputs, and fewer than {_LEAST_OUTPUTS} are not quantized"
     if inputs % _INPUTS_OF:
         return f"the number of its inputs, {inputs}, is not a multiple of {_INPUTS_OF}"
-    if rounding == "int4" and not _packs_lanes():
+    if rounding == "int4" and not is_coded(weight) and not _packs_lanes():
         return "torch packs 4 bits in a different order on this processor"
     return ""
 
 
+def is_coded(weight: Tensor) -> bool:
+    """Returns whether a weight is multiplied faster by its codes than by torch's kernels."""
+    return weight.dtype == torch.bfloat16 and has_coded_products() and not has_matrix_units()
+
+
 def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: DequantizeScratch) -> Linear:
     """Quantizes weight [out, in], for which `not_rounded` returns "". The layer keeps no reference to `weight`."""
+    if is_coded(weight):
+        return Coded(coded(weight[None], rounding), bias)
     return Int8(weight, bias, scratch) if rounding == "int8" else Int4(weight, bias, scratch)
 
 
@@ -84,7 +86,7 @@ class Int8:
         self._scratch = scratch
         self._q = torch.empty(weight.shape, dtype=torch.int8)
         self._scales = torch.empty(self.out_features, dtype=weight.dtype)
-        round_to_8_bits(_bits_of(weight.detach().contiguous()), _bits_of(self._scales), self._q.numpy())
+        round_to_8_bits(bits_of(weight.detach().contiguous()), bits_of(self._scales), self._q.numpy())
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +114,7 @@ class Int8:
         """Dequantizes the outputs first … end - 1 to [end - first, in]."""
 
         weight = self._scratch.take(end - first, self.in_features, self._scales.dtype)
-        from_8_bits(self._q[first:end].numpy(), _bits_of(self._scales[first:end]), _bits_of(weight))
+        from_8_bits(self._q[first:end].numpy(), bits_of(self._scales[first:end]), bits_of(weight))
         return weight
 
 
@@ -136,7 +138,7 @@ class Int4:
             end = min(first + tile, padded)
             q = torch.zeros(end - first, self.in_features, dtype=torch.int32)
             scales = torch.empty(len(part), self.in_features // self._group, 2, dtype=weight.dtype)
-            round_to_4_bits(_bits_of(part), self._group, _bits_of(scales), q[: len(part)].numpy())
+            round_to_4_bits(bits_of(part), self._group, bits_of(scales), q[: len(part)].numpy())
             self._packed[first:end] = torch._convert_weight_to_int4pack_for_cpu(q, 2)
             self._scales[:, first : first + len(part)] = scales.transpose(0, 1)
 
@@ -169,7 +171,7 @@ class Int4:
         blocks = -(-(end - first) // LANES)
         packed = self._packed[first : first + blocks * LANES].view(blocks, self.in_features, LANES // 2)
         weight = self._scratch.take(self.in_features, blocks * LANES, self._scales.dtype)
-        from_4_bits(packed.numpy(), self._group, _bits_of(self._scales), first, _bits_of(weight))
+        from_4_bits(packed.numpy(), self._group, bits_of(self._scales), first, bits_of(weight))
         return weight
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rootstock.errors import ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
@@ -18,6 +18,7 @@ from rootstock.runtime.memory_fit import (
     refuse_beyond_limit,
 )
 from rootstock.runtime.model_files import StoredTensor
+from rootstock.runtime.torch.packed_experts import are_experts
 from rootstock.units import in_units
 
 # safetensors' names of the dtypes that loading converts to the model's.
@@ -58,10 +59,18 @@ def weight_bytes(
     resident = min(kept + converted, parameters)
     converted = min(converted, resident)
     if quantize in _ROUNDED_BITS:
-        weights = {id(m.weight): m.weight.numel() for m in empty.modules() if isinstance(m, nn.Linear)}
+        weights = {id(weight): weight.numel() for m in empty.modules() for weight in _quantized(m)}
         saved_bits = 8 * dtype.itemsize - _ROUNDED_BITS[quantize]
         resident = max(0, resident - sum(weights.values()) * saved_bits // 8)
     return WeightBytes(resident, converted)
+
+
+def _quantized(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the weights of a module that `--quantize` may round: of a linear layer, or of a mixture's experts."""
+    if isinstance(module, nn.Linear):
+        yield module.weight
+    elif are_experts(module):
+        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
 
 
 def refuse_too_large(

@@ -3,7 +3,8 @@
 A module of experts that transformers dispatches (`use_experts_implementation`) says by attributes how its weights lie
 and whether they have gates and biases. Such a module gets a `forward` that multiplies with packed weights; the
 module's own code still computes the gate or activation between the two products, and the norm after them. As with
-linear layers, the original weights are freed, and read as NaN afterwards.
+linear layers, the original weights are freed, and read as NaN afterwards. With `--quantize` they get codes of fewer
+bits, if there are loops for these and the sizes allow it.
 
 This is for bfloat16 on processors with AVX512-BF16. Processors with matrix units (AMX) keep torch's grouped product,
 which uses the units for many rows.
@@ -11,6 +12,7 @@ which uses the units for many rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from rootstock.kernels.torch.linear import has_matrix_units, has_pair_loops, packs_bfloat16
 from rootstock.runtime.model_files import in_one_line
 
-if TYPE_CHECKING:  # this module imports Numba, which may be missing
+if TYPE_CHECKING:  # these modules import Numba, which may be missing
     from rootstock.kernels.cpu.packed_products import PackedLayers
+    from rootstock.kernels.torch.coded_linear import CodedLayers, Rounding
 
 _SAMPLE_ROWS = 4
 _IS_PARALLEL, _APPLY_GATE = (
@@ -38,8 +41,13 @@ def find_experts(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules() if _is_packable(module)}
 
 
+def are_experts(module: nn.Module) -> bool:
+    """Returns whether transformers dispatches the module of experts."""
+    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS)
+
+
 def _is_packable(module: nn.Module) -> bool:
-    if not all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
+    if not are_experts(module):
         return False
     is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     if is_changed or module._is_expert_parallel:
@@ -71,18 +79,31 @@ def _weights(module: Any) -> dict[str, Any]:
 class PackedExperts:
     """Replacement of the `forward` of a module of experts."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rounding: Rounding | None) -> None:
         self._module: Any = module
         self._names = _first(module), "down_proj"
-        self._first, self._down = (self._packed(name) for name in self._names)
+        self._first, self._down = (self._packed(name, rounding) for name in self._names)
 
-    def _packed(self, name: str) -> PackedLayers:
+    def _packed(self, name: str, rounding: Rounding | None) -> PackedLayers | CodedLayers:
         from rootstock.kernels.cpu.packed_products import PackedLayers
 
         parameters, transposed = self._module._parameters, self._module.is_transposed
         weights = parameters[name].detach()
+        weights = weights.mT if transposed else weights
         biases = parameters[f"{name}_bias"].detach() if self._module.has_bias else None
-        return PackedLayers(weights.mT if transposed else weights, biases)
+        if rounding is None:
+            return PackedLayers(weights, biases)
+        from rootstock.kernels.torch.coded_linear import CodedLayers, coded
+
+        return CodedLayers(coded(weights, rounding), biases)
+
+    def unpacked(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names of parameters and the weights that are multiplied, in the module's own order of axes."""
+        for name, layers in zip(self._names, (self._first, self._down), strict=True):
+            yield name, self._in_own_order(layers.unpacked())
+
+    def _in_own_order(self, weights: Tensor) -> Tensor:
+        return weights.mT.contiguous() if self._module.is_transposed else weights
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Computes hidden_states [rows, hidden] → [rows, hidden]. top_k_index, top_k_weights: [rows, choices]"""
@@ -111,26 +132,53 @@ class PackedExperts:
         layers = [self._first, self._down]
         del self._first, self._down
         for name in self._names:
-            weights = layers.pop(0).unpacked()
-            weights = weights.mT.contiguous() if self._module.is_transposed else weights
+            weights = self._in_own_order(layers.pop(0).unpacked())
             setattr(self._module, name, nn.Parameter(weights, requires_grad=False))
         del self._module.forward
 
 
-def pack_experts(module: Any) -> PackedExperts | str:
-    """Packs the weights of a module that `find_experts` returned. Returns the reason if the module stays as it is,
-    because it computes something else, or its products would differ by more than rounding."""
+def not_coded(module: Any, rounding: Rounding) -> str:
+    """Returns the reason why a module's experts cannot be quantized; "" if they can."""
+    from rootstock.kernels.torch.quantized_linear import is_coded, not_rounded
+
+    for name in (_first(module), "down_proj"):
+        weights = module._parameters[name]
+        one = (weights.mT if module.is_transposed else weights)[0]
+        reason = not_rounded(one, rounding) if is_coded(one) else "there are no loops for coded experts here"
+        if reason:
+            return reason
+    return ""
+
+
+def pack_experts(module: Any, rounding: Rounding | None = None) -> tuple[PackedExperts | None, str, float]:
+    """Packs the weights of a module that `find_experts` returned, or quantizes them.
+
+    Returns None and the reason if the module stays as it is, because it computes something else, or its products
+    would differ by more than rounding; and the relative error that quantization causes.
+    """
     sample = _sample(module)
+    error = 0.0
     try:
-        expected = module(*sample).float()
-        packed = PackedExperts(module)
-        wrong = off_by_more_than_rounding(packed(*sample), expected)
-    except Exception as error:  # from the module's own code
-        return f"its code is another one: {in_one_line(error)}"
+        expected = before = module(*sample).float()
+        packed = PackedExperts(module, rounding)
+        got = packed(*sample)
+        if rounding is not None:
+            own = dict(module._parameters)
+            try:
+                for name, weights in packed.unpacked():
+                    setattr(module, name, nn.Parameter(weights, requires_grad=False))
+                expected = module(*sample).float()
+            finally:
+                module._parameters.update(own)
+            error = rms(got.float() - before) / (rms(before) or 1.0)
+        # The module's own code has coded weights rounded to bfloat16, each to its own nearest number.
+        wrong = off_by_more_than_rounding(got, expected, 1 if rounding is None else 4)
+    except Exception as failure:  # from the module's own code
+        return None, f"its code is another one: {in_one_line(failure)}", error
     if wrong:
-        return wrong
+        return None, wrong, error
     packed.use()
-    return packed
+    return packed, "", error
 
 
 def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,10 +193,10 @@ def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x, chosen, torch.rand(rows, choices, generator=random).to(weights.dtype)
 
 
-def off_by_more_than_rounding(packed: Tensor, expected: Tensor) -> str:
-    """Returns the reason why a packed product is not used: it differs from `expected`, in float32, by more than one
-    rounding to its own dtype. "" if it does not."""
-    allowed = torch.finfo(packed.dtype).eps * rms(expected)
+def off_by_more_than_rounding(packed: Tensor, expected: Tensor, times: int = 1) -> str:
+    """Returns the reason why a packed product is not used: it differs from `expected`, in float32, by more than
+    `times` a rounding to its own dtype. "" if it does not."""
+    allowed = times * torch.finfo(packed.dtype).eps * rms(expected)
     difference = rms(packed.float() - expected)
     if difference <= allowed:
         return ""

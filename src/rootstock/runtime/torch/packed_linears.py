@@ -12,8 +12,9 @@ recorded. Such a layer stays as it is. Afterwards the same inputs run again. If 
 rounding, or are not numbers, a weight was read in a way that the watch did not see, and all original weights are
 restored.
 
-With `--quantize`, weights are also quantized to fewer bits. A layer that cannot be quantized stays packed or plain,
-and is reported with the reason. The head, whose errors go straight into the logits, is not quantized below 8 bits.
+With `--quantize`, weights are also quantized to fewer bits, of experts too where there are loops for them. A layer
+that cannot be quantized stays packed or plain, and is reported with the reason. The head, whose errors go straight
+into the logits, is not quantized below 8 bits.
 
 Linear layers with the same input can be packed as one (`groups`). Fused code calls the group. The model's own code
 goes on calling the members, of which the first computes the product for all.
@@ -39,14 +40,16 @@ from rootstock.runtime.torch.fusion.base import Projection
 from rootstock.runtime.torch.packed_experts import (
     PackedExperts,
     find_experts,
+    not_coded,
     off_by_more_than_rounding,
     pack_experts,
     rms,
 )
 from rootstock.runtime.trial import relative_error
 
-if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
-    from rootstock.kernels.torch.quantized_linear import DequantizeScratch, Rounding
+if TYPE_CHECKING:  # these modules import Numba, which only quantization needs
+    from rootstock.kernels.torch.coded_linear import Rounding
+    from rootstock.kernels.torch.quantized_linear import DequantizeScratch
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +127,7 @@ def pack_linears(
             packing.kept[linears.pop(linear)] = "its weight is read by other code"
         total = sum(linear.weight.numel() for linear in linears) + sum(map(_numbers_of, experts))
         _pack(linears, ways, groups, packing, lambda numbers: progress(numbers / total))
-        _pack_experts(experts, packing, lambda numbers: progress(1.0 - numbers / total))
+        _pack_experts(experts, packing, lambda numbers: progress(1.0 - numbers / total), quantize)
         packing.logits = exercise()
         packing.difference = difference(packing.logits, before)
         if packing.rounded:
@@ -299,16 +302,24 @@ def _pack(
         progress(done)
 
 
-def _pack_experts(experts: dict[nn.Module, str], packing: Packing, progress: Callable[[int], None]) -> None:
-    """Packs modules of experts, and reports how many numbers of weights are left."""
+def _pack_experts(
+    experts: dict[nn.Module, str], packing: Packing, progress: Callable[[int], None], quantize: str
+) -> None:
+    """Packs or quantizes modules of experts, and reports how many numbers of weights are left."""
     left = sum(map(_numbers_of, experts))
     for module, name in experts.items():
         left -= _numbers_of(module)
-        packed = pack_experts(module)
-        if isinstance(packed, str):
-            packing.kept[name] = packed
+        rounding: Rounding | None = "int8" if quantize == "int8" else "int4" if quantize == "int4" else None
+        if rounding and (reason := not_coded(module, rounding)):
+            packing.unrounded[name] = reason
+            rounding = None
+        packed, wrong, error = pack_experts(module, rounding)
+        if packed is None:
+            packing.kept[name] = wrong
         else:
             packing.experts[name] = packed
+            if rounding:
+                packing.rounded[name] = error
         progress(left)
 
 
@@ -358,12 +369,12 @@ def _made(
         from rootstock.kernels.torch.quantized_linear import FEW_ROWS, rounded
 
         linear = rounded(weight, bias, way, scratch)
-        few = linear(x).float()
-        # Many rows go through Rootstock's own loops, which read torch's packed order.
-        difference = rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
+        few, many = linear(x).float(), linear(x.repeat(FEW_ROWS, 1))[: len(x)].float()
+        exact = nn.functional.linear(x, linear.unpacked().to(x.dtype), bias).float()
+        difference = max(rms(few - exact), rms(many - exact))
         if difference <= 4 * rounding:
             return linear, "", rms(few - expected) / size if size else 0.0
-        wrong = f"few and many rows differ by {difference:.2g}, allowed is {4 * rounding:.2g}"
+        wrong = f"few or many rows are off by {difference:.2g}, allowed is {4 * rounding:.2g}"
     if is_packed(weight):
         linear = prepare(weight, bias)
         off = off_by_more_than_rounding(linear(x), expected)

@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
 # method.
-_QUANTIZED_SUFFIXES = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
+_QUANTIZED_SUFFIXES = {"none": "", "int8": "/int8.2", "int4": "/int4.2"}
 # Suffix of a fingerprint if time steps are limited in another way than by transformers.
 _TIME_STEPS = "/time_steps.1"
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
@@ -244,7 +244,12 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         name, reason = next(iter(kept.items()))
         total = len(kept.keys() | packing.rounded.keys())
         _log.warning(
-            "%d of %d linear layers are not %s: %s, because %s", len(kept), total, quantize, name, reason
+            "%d of %d linear layers and modules of experts are not %s: %s, because %s",
+            len(kept),
+            total,
+            quantize,
+            name,
+            reason,
         )
 
 

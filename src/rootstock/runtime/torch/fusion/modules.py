@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rootstock.kernels.api import Scores
 from rootstock.kernels.cpu.row_loops import RowLoops
 from rootstock.kernels.cpu.stages import Stages, can_run_stages
-from rootstock.kernels.torch.linear import Blocked
+from rootstock.kernels.torch.linear import Looped
 from rootstock.runtime.torch.fusion.base import Fused, FusedStep, Projection
 from rootstock.runtime.torch.hooks import HARMLESS
 
@@ -265,12 +265,12 @@ Pool = tuple[Tensor, Tensor, Tensor]  # keys, values, and the rows' slots
 
 def can_be_recorded(*projections: Projection) -> bool:
     """Returns whether the products of projections, as they are now, can be stages."""
-    return all(isinstance(each.multiply, Blocked) for each in projections) and can_run_stages()
+    return all(isinstance(each.multiply, Looped) for each in projections) and can_run_stages()
 
 
-def product_of(projection: Projection) -> Blocked:
+def product_of(projection: Projection) -> Looped:
     """Returns the product of a projection that can be recorded."""
-    assert isinstance(projection.multiply, Blocked)
+    assert isinstance(projection.multiply, Looped)
     return projection.multiply
 
 

@@ -1,0 +1,84 @@
+"""Linear layers and experts with coded weights (coded_weight.py).
+
+On a CPU with AVX512-BF16 and AVX512-VBMI loops multiply the numbers as they are, and round nothing before a row's sum
+(kernels/cpu/coded_products.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rootstock.kernels.cpu.code_values import pack_codes, table_of, unpack_codes
+from rootstock.kernels.cpu.coded_products import (
+    CodedProducts,
+    pack_scales,
+    unpack_scales,
+)
+from rootstock.kernels.cpu.weight_quantization import bits_of, round_to_8_bits, round_to_table
+from rootstock.kernels.torch.coded_weight import INTEGERS, NORMAL, CodedWeight, Numbers, nibbles
+from rootstock.kernels.torch.linear import Looped, nbytes_of
+
+Rounding = Literal["int8", "int4"]
+
+# Inputs of a group where weights are quantized here: the first that divides them.
+_GROUPS = {"int8": (128, 64, 32), "int4": (64, 32)}
+
+
+class CodedLayers:
+    """Linear layers of one shape with coded weights: the experts of a mixture, or a single layer."""
+
+    def __init__(self, weight: CodedWeight, biases: Tensor | None) -> None:
+        """Packs weights [experts, out, in] with an even number of inputs. biases: [experts, out]"""
+        experts, self._outputs, inputs = weight.shape
+        codes = pack_codes(weight.places(), weight.bits)
+        _, *numbers = weight.tensors()
+        self._packed = weight.rebuilt(iter([codes, *map(pack_scales, numbers)]))
+        self.nbytes = self._packed.nbytes + nbytes_of(biases)
+        self.multiply = CodedProducts(
+            self._packed, table_of(weight.values), (experts, self._outputs, inputs), biases
+        )
+
+    def unpacked(self) -> Tensor:
+        """Returns the weights [experts, out, in] in new memory, rounded to bfloat16."""
+        packed, *numbers = self._packed.tensors()
+        codes = unpack_codes(packed, self._packed.bits, self._outputs)
+        codes = nibbles(codes) if self._packed.bits == 4 else codes
+        rows = (unpack_scales(each, self._outputs) for each in numbers)
+        return self._packed.rebuilt(iter([codes, *rows])).widened().to(torch.bfloat16)
+
+
+class Coded(Looped):
+    """Linear layer with a coded weight."""
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None) -> None:
+        """Packs a weight [1, out, in]."""
+        self._layers = CodedLayers(weight, None if bias is None else bias.detach()[None])
+        super().__init__(self._layers.multiply)
+
+    @property
+    def nbytes(self) -> int:
+        return self._layers.nbytes
+
+    def unpacked(self) -> Tensor:
+        """Returns the weight [out, in] in a new tensor, rounded to bfloat16."""
+        return self._layers.unpacked()[0]
+
+
+def coded(weights: Tensor, rounding: Rounding) -> CodedWeight:
+    """Quantizes weights [experts, out, in] of bfloat16, whose inputs are a multiple of 32."""
+    experts, outputs, inputs = weights.shape
+    group = next(group for group in _GROUPS[rounding] if inputs % group == 0)
+    given = bits_of(weights.detach().contiguous().view(-1, inputs))
+    scales = torch.empty(experts, outputs, inputs // group, dtype=weights.dtype)
+    if rounding == "int8":
+        q = torch.empty(experts * outputs * inputs // group, group, dtype=torch.int8)
+        round_to_8_bits(given.reshape(-1, group), bits_of(scales.view(-1)), q.numpy())
+        codes = q.abs().view(torch.uint8) | (q < 0).to(torch.uint8) << 7
+        return CodedWeight(codes.view(experts, outputs, inputs), INTEGERS, Numbers(scales), None, group)
+    places = torch.empty(experts * outputs, inputs, dtype=torch.uint8)
+    round_to_table(given, group, NORMAL.numpy(), bits_of(scales.view(-1)), places.numpy())
+    codes = nibbles(places).view(experts, outputs, inputs // 2)
+    return CodedWeight(codes, NORMAL, Numbers(scales), None, group)

@@ -1,0 +1,111 @@
+"""Weights of 8 or 4 bits: scale · value of a code + minimum, by groups of inputs.
+
+The form is an exact rewriting of most formats in which quantized weights are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+INTEGERS = torch.arange(128.0)  # of codes with a sign and seven bits
+# Values with the least squared error for normally distributed weights in groups of 64: Lloyd's iterations (1982) from
+# the values of NF4 (Dettmers et al. 2023, arXiv 2305.14314), rounded to bfloat16.
+NORMAL = torch.tensor(
+    [-235, -180, -139, -105.5, -76.5, -49.75, -24.75, 0, 20.375, 42.25, 65.5, 91, 118.5, 151, 192, 256]
+) / 256  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """Scales or minima of groups: `own`, times `shared` where there are such factors."""
+
+    own: Tensor  # […, out, groups] float32, bfloat16, float16, uint8 or int8
+    shared: Tensor | None = None  # […, out, groups / of_shared] float16
+    of_shared: int = 1  # groups
+
+    def widened(self) -> Tensor:
+        """Returns […, out, groups] float32."""
+        if self.shared is None:
+            return self.own.float()
+        factors = self.shared.float().repeat_interleave(self.of_shared, -1)[..., : self.own.shape[-1]]
+        return self.own.float() * factors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedWeight:
+    """Weights […, out, in]."""
+
+    codes: Tensor  # […, out, in] uint8, or […, out, in / 2] with two codes of 4 bits, the first one low
+    values: (
+        Tensor  # [16] or [128] float32 that bfloat16 has; a code of 8 bits is a place, plus 128 if negative
+    )
+    scales: Numbers  # of the groups
+    minima: Numbers | None
+    group: int  # inputs of a group, an even number; the last group may have fewer
+    in_scales: bool = False  # whether minima are multiples of the scales
+
+    @property
+    def bits(self) -> int:
+        return 4 if len(self.values) == 16 else 8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors that have the axes of the weights."""
+        yield self.codes
+        for numbers in (self.scales, self.minima):
+            if numbers is not None:
+                yield numbers.own
+                if numbers.shared is not None:
+                    yield numbers.shared
+
+    def rebuilt(self, tensors: Iterator[Tensor]) -> CodedWeight:
+        """Returns the weights with other tensors, in the order of `tensors`."""
+        codes = next(tensors)
+        scales, minima = (
+            None
+            if numbers is None
+            else replace(numbers, own=next(tensors), shared=None if numbers.shared is None else next(tensors))
+            for numbers in (self.scales, self.minima)
+        )
+        assert scales is not None
+        return replace(self, codes=codes, scales=scales, minima=minima)
+
+    def places(self) -> Tensor:
+        """Returns the codes […, out, in], one in a byte."""
+        if self.bits == 8:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
+
+    def widened(self) -> Tensor:
+        """Returns the weights in float32."""
+        places = self.places()
+        if self.bits == 4:
+            weights = self.values[places.int()]
+        else:
+            weights = self.values[(places & 127).int()]
+            weights = torch.where(places >= 128, -weights, weights)
+        scales = self.scales.widened()
+        weights = weights * self._of_inputs(scales)
+        if self.minima is None:
+            return weights
+        minima = self.minima.widened()
+        return weights + self._of_inputs(minima * scales if self.in_scales else minima)
+
+    def _of_inputs(self, numbers: Tensor) -> Tensor:
+        return numbers.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Packs codes of 4 bits […, in] to two in a byte […, in / 2]."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
