@@ -16,8 +16,9 @@ A graph of OpenVINO in float16, int8 or int4 (80m_fp16, 80m_int8, …):
   ours        `rootstock serve` on the graph, with 8-bit K and V behind quantized weights
   genai       OpenVINO GenAI's continuous batching with prefix cache on the same graph, in process: no HTTP
 
-With 80m_bf16 and 600m_bf16, `ours` is `rootstock serve` on the checkpoint, and GenAI has the graph in float16, which
-it computes in bfloat16, too.
+With 80m_bf16, 80m_q8 and 80m_q4 (600m likewise), `ours` is `rootstock serve` on the checkpoint, for the latter with
+`--quantize int8` or `int4` and K and V in 8 bits. GenAI has the graph in float16, which it computes in bfloat16, too,
+or in int8 or int4.
 
 The ratio to `openvino` tells which of our runtimes is faster: below 1 it is OpenVINO.
 
@@ -108,7 +109,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "hybrid": lambda path: write_chatting(path, "qwen3_next", **HYBRID),
     "mixture": lambda path: write_chatting(path, "qwen3_moe", **MIXTURE),
 }
-LLAMAS, FORMATS = ("80m", "600m"), ("bf16", "fp16", "int8", "int4")
+LLAMAS, FORMATS = ("80m", "600m"), ("bf16", "q8", "q4", "fp16", "int8", "int4")
+# Of the graph that GenAI has, where ours serves the checkpoint.
+GRAPHS = {"": "fp16", "bf16": "fp16", "q8": "int8", "q4": "int4"}
 ALL = (*MODELS, *(f"{model}_{weights}" for model in LLAMAS for weights in FORMATS))
 LLAMA_CPP_LOADS = ("8",)  # it takes ten times as long as the others
 
@@ -204,6 +207,9 @@ class Sides:
     def ours(self) -> Mapping[str, Outcome]:
         if self._weights in ("", "bf16"):
             return of_rootstock(self._path, self._threads, self._loads)
+        if self._weights in GRAPHS:
+            options = "--quantize", GRAPHS[self._weights], "--kv-dtype", "int8"
+            return of_rootstock(self._path, self._threads, self._loads, *options)
         kv_dtype = "auto" if self._weights == "fp16" else "int8"
         return of_rootstock(self._graph(), self._threads, self._loads, "--kv-dtype", kv_dtype)
 
@@ -222,7 +228,7 @@ class Sides:
         return sides
 
     def _graph(self) -> Path:
-        weights = "fp16" if self._weights in ("", "bf16") else self._weights
+        weights = GRAPHS.get(self._weights, self._weights)
         return exported(self._python("openvino"), self._path, weights)
 
     def _python(self, peer: str) -> str:

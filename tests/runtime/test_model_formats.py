@@ -340,21 +340,47 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return build
 
 
-# Those that transformers can read without another package, or with one that may be installed here.
-MAY_BE_READ = {"compressed-tensors"}
+READ = {"compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "old bitsandbytes"}
+NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
+    "3 bits of gptq": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ (3 bits)"),
+    "gemv of awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (4 bits)"),
+    "nvfp4": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
+        "compressed-tensors (nvfp4-pack-quantized)",
+    ),
+    "one nvfp4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {"a": {"format": "pack-quantized"}, "b": {"format": "nvfp4-pack-quantized"}},
+        },
+        "compressed-tensors (mixed-precision)",
+    ),
+    "sparse": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
+        "compressed-tensors (pack-quantized)",
+    ),
+} | {kind: declared for kind, declared in DECLARED.items() if kind not in READ}
 
 
-@pytest.mark.parametrize("kind", sorted(DECLARED.keys() - MAY_BE_READ))
+@pytest.mark.parametrize("kind", NOT_READ)
 def test_the_torch_runtime_refuses_before_it_reads(
     copy: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    fields, name = DECLARED[kind]
+    fields, name = NOT_READ[kind]
     edit(copy / "config.json", quantization_config=fields)
     # A machine of developers may have the packages of some.
     monkeypatch.setattr(
         "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: False
     )
     monkeypatch.setattr("transformers.quantizers.quantizer_mxfp4.is_accelerate_available", lambda: False)
+    monkeypatch.setattr(
+        "transformers.quantizers.quantizer_compressed_tensors.is_compressed_tensors_available", lambda: False
+    )
     message = refused(copy)
     assert f"quantized by {name}" in message
     assert UNQUANTIZED in message

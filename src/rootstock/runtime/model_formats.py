@@ -202,6 +202,17 @@ def quantization_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
     return next((Quantization(method) for name, method in _DESCRIPTIONS.items() if name in given), None)
 
 
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the quantization that a configuration declares; empty if it declares none."""
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization", "quantization_config", "compression_config"):
+            found = fields.get(key)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
 def _described(found: Mapping[str, Any]) -> Quantization:
     method = found.get("quant_method")
     if isinstance(method, str) and method:

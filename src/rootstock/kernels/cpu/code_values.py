@@ -132,7 +132,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     blocks, pairs = -(-outputs // BLOCK), inputs // 2
     packed = torch.empty(experts, blocks, pairs, 16 * bits, dtype=torch.uint8)
     for code, into in zip(codes, packed, strict=True):
-        whole = torch.nn.functional.pad(code, (0, 0, 0, BLOCK * blocks - outputs))
+        whole = torch.nn.functional.pad(code, (0, 0, 0, BLOCK * blocks - outputs)).contiguous()
         if bits == 8:
             into.copy_(whole.view(blocks, 2, 2, 4, 4, pairs, 2).permute(0, 5, 1, 3, 2, 4, 6).flatten(2))
         else:

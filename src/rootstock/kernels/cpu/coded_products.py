@@ -386,7 +386,7 @@ def pack_scales(scales: Tensor) -> Tensor:
     the last block."""
     experts, outputs, groups = scales.shape
     blocks = -(-outputs // BLOCK)
-    whole = torch.nn.functional.pad(scales, (0, 0, 0, BLOCK * blocks - outputs))
+    whole = torch.nn.functional.pad(scales, (0, 0, 0, BLOCK * blocks - outputs)).contiguous()
     return whole.view(experts, blocks, BLOCK, groups).transpose(2, 3).contiguous()
 
 

@@ -6,23 +6,27 @@ On a CPU with AVX512-BF16 and AVX512-VBMI loops multiply the numbers as they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rootstock.kernels.cpu.code_values import pack_codes, table_of, unpack_codes
 from rootstock.kernels.cpu.coded_products import (
     CodedProducts,
+    has_coded_products,
     pack_scales,
     unpack_scales,
 )
 from rootstock.kernels.cpu.weight_quantization import bits_of, round_to_8_bits, round_to_table
 from rootstock.kernels.torch.coded_weight import INTEGERS, NORMAL, CodedWeight, Numbers, nibbles
-from rootstock.kernels.torch.linear import Looped, nbytes_of
+from rootstock.kernels.torch.linear import Linear, Looped, nbytes_of
 
 Rounding = Literal["int8", "int4"]
 
+_AT_ONCE = 1 << 22  # weights that are unpacked for a product
 # Inputs of a group where weights are quantized here: the first that divides them.
 _GROUPS = {"int8": (128, 64, 32), "int4": (64, 32)}
 
@@ -65,6 +69,63 @@ class Coded(Looped):
     def unpacked(self) -> Tensor:
         """Returns the weight [out, in] in a new tensor, rounded to bfloat16."""
         return self._layers.unpacked()[0]
+
+
+class Reordered:
+    """Linear layer whose coded weight has its inputs in another order."""
+
+    def __init__(self, linear: Coded, order: Tensor) -> None:
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._linear, self._order = linear, order
+        self.nbytes = linear.nbytes + order.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.index_select(-1, self._order))
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
+
+    def unpacked(self) -> Tensor:
+        return self._linear.unpacked()[:, self._order.argsort()]
+
+
+class Widened:
+    """Linear layer that unpacks its coded weight for each product, some outputs at a time."""
+
+    def __init__(self, weight: CodedWeight, dtype: torch.dtype, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._dtype = weight, dtype
+        self._bias = None if bias is None else bias.detach()
+        self.nbytes = weight.nbytes + nbytes_of(self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        at_once = max(1, _AT_ONCE // self.in_features)
+        parts = [
+            nn.functional.linear(x, self._rows(first, first + at_once))
+            for first in range(0, self.out_features, at_once)
+        ]
+        product = torch.cat(parts, -1)
+        return product if self._bias is None else product + self._bias
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        return self
+
+    def unpacked(self) -> Tensor:
+        return self._rows(0, self.out_features)
+
+    def _rows(self, first: int, end: int) -> Tensor:
+        rows = (each[first:end] for each in self._weight.tensors())
+        return self._weight.rebuilt(rows).widened().to(self._dtype)
+
+
+def coded_linear(weight: CodedWeight, dtype: torch.dtype, bias: Tensor | None) -> Linear:
+    """Returns the linear layer of a coded weight [out, in], for rows of a dtype."""
+    has_pairs = weight.shape[-1] % 2 == 0 and weight.group % 2 == 0
+    if dtype == torch.bfloat16 and has_coded_products() and has_pairs:
+        in_order = replace(weight.rebuilt(each[None] for each in weight.tensors()), order=None)
+        linear = Coded(in_order, bias)
+        return linear if weight.order is None else Reordered(linear, weight.order)
+    return Widened(weight, dtype, bias)
 
 
 def coded(weights: Tensor, rounding: Rounding) -> CodedWeight:

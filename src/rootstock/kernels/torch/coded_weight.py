@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = torch.arange(128.0)  # of codes with a sign and seven bits
+CENTRED = torch.arange(-8.0, 8.0)
 # Values with the least squared error for normally distributed weights in groups of 64: Lloyd's iterations (1982) from
 # the values of NF4 (Dettmers et al. 2023, arXiv 2305.14314), rounded to bfloat16.
 NORMAL = torch.tensor(
@@ -47,6 +48,9 @@ class CodedWeight:
     minima: Numbers | None
     group: int  # inputs of a group, an even number; the last group may have fewer
     in_scales: bool = False  # whether minima are multiples of the scales
+    order: Tensor | None = (
+        None  # [in] int64: the rows' input of each input of the codes; None: the same order
+    )
 
     @property
     def bits(self) -> int:
@@ -59,6 +63,26 @@ class CodedWeight:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
+
+    def problem(self) -> str:
+        """Returns in words which tensors do not fit together; "" if all do."""
+        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.shape[-1])):
+            return "the order of its inputs leaves some out"
+        if self.group <= 0 or len(self.values) not in (16, 128):
+            return f"groups of {self.group} inputs, {len(self.values)} values"
+        *leading, inputs = self.shape
+        groups = -(-inputs // self.group)
+        for numbers in (self.scales, self.minima):
+            if numbers is None:
+                continue
+            if list(numbers.own.shape) != [*leading, groups]:
+                return (
+                    f"numbers of groups of shape {list(numbers.own.shape)} for weights of {list(self.shape)}"
+                )
+            shared = numbers.shared
+            if shared is not None and list(shared.shape) != [*leading, -(-groups // numbers.of_shared)]:
+                return f"shared factors of shape {list(shared.shape)} for weights of {list(self.shape)}"
+        return ""
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors that have the axes of the weights."""
@@ -97,10 +121,10 @@ class CodedWeight:
             weights = torch.where(places >= 128, -weights, weights)
         scales = self.scales.widened()
         weights = weights * self._of_inputs(scales)
-        if self.minima is None:
-            return weights
-        minima = self.minima.widened()
-        return weights + self._of_inputs(minima * scales if self.in_scales else minima)
+        if self.minima is not None:
+            minima = self.minima.widened()
+            weights = weights + self._of_inputs(minima * scales if self.in_scales else minima)
+        return weights if self.order is None else weights[..., self.order.argsort()]
 
     def _of_inputs(self, numbers: Tensor) -> Tensor:
         return numbers.repeat_interleave(self.group, -1)[..., : self.shape[-1]]

@@ -96,6 +96,15 @@ def has_pair_loops() -> bool:
     return has_pair_products()
 
 
+def has_coded_loops() -> bool:
+    """Returns whether Rootstock's loops multiply coded weights here."""
+    try:
+        from rootstock.kernels.cpu.coded_products import has_coded_products
+    except ImportError:  # Numba is missing
+        return False
+    return has_coded_products()
+
+
 def has_matrix_units() -> bool:
     return torch.cpu._is_amx_tile_supported()
 

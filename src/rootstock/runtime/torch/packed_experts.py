@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rootstock.kernels.torch.linear import has_matrix_units, has_pair_loops, packs_bfloat16
+from rootstock.kernels.torch.linear import (
+    has_coded_loops,
+    has_matrix_units,
+    has_pair_loops,
+    packs_bfloat16,
+)
 from rootstock.runtime.model_files import in_one_line
+from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
 
 if TYPE_CHECKING:  # these modules import Numba, which may be missing
     from rootstock.kernels.cpu.packed_products import PackedLayers
@@ -91,6 +97,18 @@ class PackedExperts:
         weights = parameters[name].detach()
         weights = weights.mT if transposed else weights
         biases = parameters[f"{name}_bias"].detach() if self._module.has_bias else None
+        if isinstance(weights, CodedTensor):
+            weight = weights.coded
+            if (
+                has_coded_loops()
+                and not weights.is_transposed
+                and weight.group % 2 == 0
+                and weight.order is None
+            ):
+                from rootstock.kernels.torch.coded_linear import CodedLayers
+
+                return CodedLayers(weight, biases)
+            weights = weights.unpacked()
         if rounding is None:
             return PackedLayers(weights, biases)
         from rootstock.kernels.torch.coded_linear import CodedLayers, coded
@@ -137,10 +155,17 @@ class PackedExperts:
         del self._module.forward
 
 
+def are_coded(module: Any) -> bool:
+    """Returns whether the experts are quantized in the checkpoint."""
+    return any(isinstance(parameter, CodedTensor) for parameter in module._parameters.values())
+
+
 def not_coded(module: Any, rounding: Rounding) -> str:
     """Returns the reason why a module's experts cannot be quantized; "" if they can."""
     from rootstock.kernels.torch.quantized_linear import is_coded, not_rounded
 
+    if are_coded(module):
+        return "they are quantized in the checkpoint"
     for name in (_first(module), "down_proj"):
         weights = module._parameters[name]
         one = (weights.mT if module.is_transposed else weights)[0]
@@ -172,7 +197,7 @@ def pack_experts(module: Any, rounding: Rounding | None = None) -> tuple[PackedE
                 module._parameters.update(own)
             error = rms(got.float() - before) / (rms(before) or 1.0)
         # The module's own code has coded weights rounded to bfloat16, each to its own nearest number.
-        wrong = off_by_more_than_rounding(got, expected, 1 if rounding is None else 4)
+        wrong = off_by_more_than_rounding(got, expected, 4 if rounding or are_coded(module) else 1)
     except Exception as failure:  # from the module's own code
         return None, f"its code is another one: {in_one_line(failure)}", error
     if wrong:

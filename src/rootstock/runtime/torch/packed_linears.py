@@ -45,6 +45,7 @@ from rootstock.runtime.torch.packed_experts import (
     pack_experts,
     rms,
 )
+from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
 from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # these modules import Numba, which only quantization needs
@@ -78,7 +79,8 @@ class Packing:
     difference: float = 0.0  # relative error of the logits caused by packing and quantization
 
 
-Way = Literal["packed", "int8", "int4", ""]  # "": unchanged
+# "coded": as the checkpoint stores it; "": unchanged
+Way = Literal["packed", "int8", "int4", "coded", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,14 @@ class _PackingJob:
     def weights(self) -> tuple[object, ...]:
         """Returns a key of the weights, equal for layers that share them."""
         return self.way, *(
-            0 if tensor is None else tensor.data_ptr()
+            0 if tensor is None else _address(tensor)
             for module in self.modules
             for tensor in (module.weight, module.bias)
         )
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor.coded.codes if isinstance(tensor, CodedTensor) else tensor).data_ptr()
 
 
 def pack_linears(
@@ -168,7 +174,10 @@ def _ways(
     model: nn.Module, linears: dict[nn.Linear, str], quantize: str, packing: Packing
 ) -> dict[nn.Linear, Way]:
     """Returns the format in which each linear layer is to be multiplied."""
-    ways: dict[nn.Linear, Way] = {linear: "packed" if is_packed(linear.weight) else "" for linear in linears}
+    ways: dict[nn.Linear, Way] = {}
+    for linear in linears:
+        is_coded = isinstance(linear.weight, CodedTensor)
+        ways[linear] = "coded" if is_coded else "packed" if is_packed(linear.weight) else ""
     if quantize == "none":
         return ways
     from rootstock.kernels.torch.quantized_linear import not_rounded
@@ -176,6 +185,9 @@ def _ways(
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     for linear, name in linears.items():
+        if ways[linear] == "coded":
+            packing.unrounded[name] = "it is quantized in the checkpoint"
+            continue
         rounding: Rounding = "int8" if quantize == "int8" or linear is head else "int4"
         if reason := not_rounded(linear.weight, rounding):
             packing.unrounded[name] = reason
@@ -352,6 +364,8 @@ def _jobs(
 
 
 def _alike(one: nn.Linear, other: nn.Linear) -> bool:
+    if isinstance(one.weight, CodedTensor) and isinstance(other.weight, CodedTensor):
+        return one.weight.is_coded_like(other.weight)
     return one.weight.dtype == other.weight.dtype and one.weight.shape[1] == other.weight.shape[1]
 
 
@@ -365,6 +379,13 @@ def _made(
     expected = nn.functional.linear(x, weight, bias).float()
     size, rounding = rms(expected), torch.finfo(weight.dtype).eps * rms(expected)
     wrong = ""
+    if way == "coded":
+        from rootstock.kernels.torch.coded_linear import coded_linear
+
+        assert isinstance(weight, CodedTensor)
+        linear = coded_linear(weight.coded, weight.dtype, bias)
+        off = off_by_more_than_rounding(linear(x), expected, 4)
+        return (None, off, None) if off else (linear, "", None)
     if scratch is not None and (way == "int8" or way == "int4"):
         from rootstock.kernels.torch.quantized_linear import FEW_ROWS, rounded
 
@@ -448,6 +469,19 @@ def weight_of(module: nn.Linear, forward: object) -> Tensor:
         case _Member(together=together, number=number):
             return torch.split(together.linear.unpacked(), together.sizes)[number]
     return module.weight
+
+
+def coded_layers(model: nn.Module) -> list[Linear]:
+    """Returns the packed layers whose weights are as the checkpoint stores them."""
+    from rootstock.kernels.torch.coded_linear import Coded, Reordered, Widened
+
+    found: list[Linear] = []
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        linear = forward.together.linear if isinstance(forward, _Member) else getattr(forward, "linear", None)
+        if isinstance(linear, (Coded, Reordered, Widened)) and linear not in found:
+            found.append(linear)
+    return found
 
 
 def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:

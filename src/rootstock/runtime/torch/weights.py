@@ -23,8 +23,19 @@ from rootstock.runtime.model_files import (
     in_one_line,
     read_configs,
     read_json,
+    weight_files,
 )
-from rootstock.runtime.model_formats import MLX, names_in, quantization_of, quantization_of_tensors
+from rootstock.runtime.model_formats import (
+    MLX,
+    names_in,
+    quantization_of,
+    quantization_of_tensors,
+    quantization_settings,
+)
+from rootstock.runtime.torch.packed_experts import are_experts
+from rootstock.runtime.torch.stored.checkpoint import lazy_state
+from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
+from rootstock.runtime.torch.stored.formats import StoredFormat, UndecodableWeight, formats_of
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -58,6 +69,8 @@ def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
     that are installed."""
     declared = quantization_of(read_json(model, directory, CONFIG))
     if declared is None:
+        return
+    if formats_of(declared.method, quantization_settings(read_json(model, directory, CONFIG))):
         return
     if not declared.method or declared.method == MLX:
         raise ModelUnsupported(model, declared.refusal())
@@ -104,16 +117,22 @@ def read_weights(
     transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """
     try:
-        with quiet():
-            loaded, info = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # otherwise the error names none; they are refused below
-            )
+        with quiet(), contextlib.ExitStack() as opened:
+            options: dict[str, Any] = {
+                "dtype": dtype,
+                "output_loading_info": True,
+                "ignore_mismatched_sizes": True,  # otherwise the error names none; they are refused below
+            }
+            if formats := _coded_formats(model, directory):
+                config = _unquantized(config)
+                kind = type(empty_model(model, copy.deepcopy(config), trust_remote_code=trust_remote_code))
+                state = lazy_state(weight_files(model, directory), formats, dtype, opened)
+                loaded, info = kind.from_pretrained(None, config=config, state_dict=state, **options)  # type: ignore[attr-defined]
+            else:
+                options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+                loaded, info = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
+    except UndecodableWeight as error:
+        raise ModelUnsupported(model, f"its weights cannot be read as they are stored: {error}") from error
     except ImportError as error:  # the package of a quantization method is not installed
         raise ModelUnsupported(model, first_line(error)) from error
     except Exception as error:  # RuntimeError, ValueError, OSError and others for bad weights
@@ -132,10 +151,41 @@ def read_weights(
     if info["error_msgs"]:
         raise ModelWeightsMissing(model, first_line(info["error_msgs"][0]))
     assert isinstance(loaded, nn.Module)
+    if formats:
+        _finish_coded(loaded, directory)
     was_quantized = getattr(config, "quantization_config", None) is not None
     if was_quantized and getattr(loaded.config, "quantization_config", None) is None:
         loaded = loaded.to(dtype)  # transformers has dequantized the weights, to a dtype of its own choice
     return loaded
+
+
+def _coded_formats(model: str, directory: Path) -> list[StoredFormat]:
+    """Returns the formats of weights that are kept as stored; none for a model that is not quantized so."""
+    fields = read_json(model, directory, CONFIG)
+    declared = quantization_of(fields)
+    return [] if declared is None else formats_of(declared.method, quantization_settings(fields))
+
+
+def _unquantized(config: Any) -> Any:
+    """Returns a copy of a configuration that declares no quantization."""
+    plain = copy.deepcopy(config)
+    for inner in (plain, getattr(plain, "text_config", None)):
+        for key in ("quantization_config", "quantization", "compression_config"):
+            if getattr(inner, key, None) is not None:
+                delattr(inner, key)
+    return plain
+
+
+def _finish_coded(loaded: Any, directory: Path) -> None:
+    """Unpacks coded weights that no product multiplies, and reads the settings that a model without a directory
+    lacks."""
+    for module in loaded.modules():
+        kept = type(module) in (nn.Linear, nn.Embedding) or are_experts(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, CodedTensor) and not kept:
+                setattr(module, name, nn.Parameter(parameter.unpacked(), requires_grad=False))
+    if (directory / GENERATION_CONFIG).exists():
+        loaded.generation_config = GenerationConfig.from_pretrained(directory)
 
 
 @contextlib.contextmanager
