@@ -17,8 +17,8 @@ A graph of OpenVINO in float16, int8 or int4 (80m_fp16, 80m_int8, …):
   genai       OpenVINO GenAI's continuous batching with prefix cache on the same graph, in process: no HTTP
 
 With 80m_bf16, 80m_q8 and 80m_q4 (600m likewise), `ours` is `rootstock serve` on the checkpoint, for the latter with
-`--quantize int8` or `int4` and K and V in 8 bits. GenAI has the graph in float16, which it computes in bfloat16, too,
-or in int8 or int4.
+`--quantize int8` or `int4`. GenAI has the graph in float16, which it computes in bfloat16, too, or in int8 or int4
+with K and V in 8 bits.
 
 The ratio to `openvino` tells which of our runtimes is faster: below 1 it is OpenVINO.
 
@@ -208,8 +208,8 @@ class Sides:
         if self._weights in ("", "bf16"):
             return of_rootstock(self._path, self._threads, self._loads)
         if self._weights in GRAPHS:
-            options = "--quantize", GRAPHS[self._weights], "--kv-dtype", "int8"
-            return of_rootstock(self._path, self._threads, self._loads, *options)
+            quantize = GRAPHS[self._weights]
+            return of_rootstock(self._path, self._threads, self._loads, "--quantize", quantize)
         kv_dtype = "auto" if self._weights == "fp16" else "int8"
         return of_rootstock(self._graph(), self._threads, self._loads, "--kv-dtype", kv_dtype)
 
