@@ -231,7 +231,8 @@ def _awq(parts: Parts, sizes: GroupSizes) -> Decoded:
 
 def _mxfp4(parts: Parts, sizes: GroupSizes) -> Decoded:
     blocks, exponents = parts["_blocks"], parts["_scales"]
-    scales = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()
+    # A power of two of 8 bits is the exponent of a bfloat16, but for the least one, which is subnormal there.
+    scales = torch.where(exponents == 0, 0x40, exponents.short() << 7).short().view(torch.bfloat16)
     return Decoded(CodedWeight(blocks.flatten(-2), FP4, Numbers(scales), None, 32), is_transposed=True)
 
 
