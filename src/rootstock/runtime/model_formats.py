@@ -150,6 +150,7 @@ _METHODS = {
     "vptq": "VPTQ",
 }  # fmt: skip
 MLX = "mlx"
+_OF_MLX = "quantization"  # the key of its settings
 # Methods whose checkpoints mlx-lm reads with any other settings of their configuration.
 _READ_BY_MLX = ("awq", "bitnet", "mxfp4", "mxfp8")
 # Files with which older exports describe a quantization beside a config.json that does not.
@@ -189,28 +190,28 @@ class Quantization:
 def quantization_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> Quantization | None:
     """Returns the quantization that a configuration, or a separate file among `names`, declares. None: no
     quantization."""
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        of_mlx = fields.get("quantization")
-        if isinstance(of_mlx, dict):
-            return Quantization(MLX, _variant(of_mlx))
-        for key in ("quantization_config", "compression_config"):
-            found = fields.get(key)
-            if isinstance(found, dict) and found:
-                return _described(found)
+    key, found = _declaration(config)
+    if key:
+        return Quantization(MLX, _variant(found)) if key == _OF_MLX else _described(found)
     given = set(names)
     return next((Quantization(method) for name, method in _DESCRIPTIONS.items() if name in given), None)
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the quantization that a configuration declares; empty if it declares none."""
+    return _declaration(config)[1]
+
+
+def _declaration(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Returns the key under which a configuration declares a quantization, and its settings; "" and none if it does
+    not."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization", "quantization_config", "compression_config"):
+        for key in (_OF_MLX, "quantization_config", "compression_config"):
             found = fields.get(key)
-            if isinstance(found, dict):
-                return found
-    return {}
+            if isinstance(found, dict) and (found or key == _OF_MLX):
+                return key, found
+    return "", {}
 
 
 def _described(found: Mapping[str, Any]) -> Quantization:

@@ -7,6 +7,7 @@ the four vectors of outputs. Bytes of 8-bit codes are looked up twice, for eithe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rootstock.kernels.cpu.compiler import cgutils, intrinsic, types
 from rootstock.kernels.cpu.packed_products import BLOCK
-from rootstock.kernels.cpu.vector_lanes import I8, I16, I64, INTS, LANES, fetch, load, shuffle, store
+from rootstock.kernels.cpu.vector_lanes import I8, I16, I64, INTS, LANES, fetch, load, shuffle, store, switch
 
 SHIFTS = {4: 6, 8: 7, 16: 8}  # of the bytes of a pair of inputs, by bits; 16: values
 NEAR = 4 << 10  # bytes between the codes that are read and the codes that are fetched
@@ -92,23 +93,10 @@ def write_values(typing: Any, bits: Any, codes: Any, pairs: Any, table: Any, out
                 for v, value in enumerate(values_at(builder, bits, tables, at)):
                     store(builder, value, builder.add(to, I64(64 * v)))
 
-        switch(builder, bits, {bits: lambda bits=bits: write(bits) for bits in (4, 8)})
+        switch(builder, bits, {bits: partial(write, bits) for bits in (4, 8)})
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
-
-
-def switch(builder: ir.IRBuilder, number: ir.Value, cases: dict[int, Any]) -> None:
-    """Generates a switch over numbers, each with code of its own."""
-    ends = builder.append_basic_block("end")
-    choice = builder.switch(number, ends)
-    for case, generate in cases.items():
-        begin = builder.append_basic_block(f"case_{case}")
-        choice.add_case(I64(case), begin)
-        builder.position_at_end(begin)
-        generate()
-        builder.branch(ends)
-    builder.position_at_end(ends)
 
 
 # ---- packing

@@ -17,23 +17,22 @@ Measured on two cores (Zen 4) against the loops for bfloat16: for one row .51 to
 
 from __future__ import annotations
 
-import platform
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from rootstock.kernels.cpu.code_values import NEAR, SHIFTS, switch, tables_at, values_at, write_values
+from rootstock.kernels.cpu.code_values import NEAR, SHIFTS, tables_at, values_at, write_values
 from rootstock.kernels.cpu.compiler import (
     c_function,
     cgutils,
     compiled,
-    compiles_for,
     fetch_add,
+    has_features,
     intrinsic,
     nb,
     pointer_to,
@@ -45,6 +44,7 @@ from rootstock.kernels.cpu.packed_products import (
     JOB,
     PackedProducts,
     next_task,
+    place_of,
     plan_tasks,
     write_block,
 )
@@ -58,6 +58,7 @@ from rootstock.kernels.cpu.vector_lanes import (
     floats,
     load,
     store,
+    switch,
 )
 from rootstock.kernels.torch.coded_weight import CodedWeight
 
@@ -119,10 +120,10 @@ def _add_coded(
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         way, *others = given
-        cases = {}
+        cases: dict[int, Callable[[], None]] = {}
         for bits in (4, 8, 16):
             for count in range(1, (AT_ONCE if bits == 16 else _DIRECT) + 1):
-                cases[16 * bits + count] = lambda bits=bits, count=count: _add(builder, bits, count, *others)
+                cases[16 * bits + count] = partial(_add, builder, bits, count, *others)
         switch(builder, way, cases)
         return context.get_dummy_value()
 
@@ -306,9 +307,7 @@ def _work(jobs: Any) -> None:
         task = next_task(claims, thread, job.threads, tasks[job.experts])
         if task < 0:
             return
-        expert = np.searchsorted(tasks, task, "right") - 1
-        parts = (tasks[expert + 1] - tasks[expert]) // job.blocks
-        block, part = divmod(task - tasks[expert], parts)
+        expert, block, part = place_of(task, tasks, job.blocks)
         number = job.blocks * expert + block
         begin = begins[expert] + _PART * part
         count = min(_PART, begins[expert + 1] - begin)
@@ -374,11 +373,7 @@ def _compiled() -> int:
 def has_coded_products() -> bool:
     """Returns whether the processor has the instructions that look values up and multiply them, and Numba may use
     them."""
-    features = "avx512bf16", "avx512bw", "avx512vbmi"
-    if platform.machine() != "x86_64":
-        return False
-    has = llvm.get_host_cpu_features()
-    return all(has.get(name) for name in features) and compiles_for(*features)
+    return has_features("avx512bf16", "avx512bw", "avx512vbmi")
 
 
 def pack_scales(scales: Tensor) -> Tensor:

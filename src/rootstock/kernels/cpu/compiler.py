@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ __all__ = [
     "fetch_add",
     "float32_bits",
     "float32_from",
+    "has_features",
     "intrinsic",
     "narrow",
     "nb",
@@ -123,6 +125,14 @@ def _decorated(function: Function, **more: Any) -> Function:
     options = {"cache": True, "fastmath": True, "boundscheck": False, "error_model": "numpy", "nogil": True}
     decorated: Function = nb.njit(**(options | more))(function)
     return decorated
+
+
+def has_features(*features: str) -> bool:
+    """Returns whether this is an x86-64 processor with these features, and Numba may use them."""
+    if platform.machine() != "x86_64":
+        return False
+    host = llvm.get_host_cpu_features()
+    return all(host.get(feature) for feature in features) and compiles_for(*features)
 
 
 def compiles_for(*features: str) -> bool:

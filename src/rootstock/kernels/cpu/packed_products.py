@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from rootstock.kernels.cpu.compiler import (
 from rootstock.kernels.cpu.pair_products import AT_ONCE, add_pairs, rounded, splat_at
 from rootstock.kernels.cpu.stages import Stages
 from rootstock.kernels.cpu.threads import run_on_threads
-from rootstock.kernels.cpu.vector_lanes import I64, INTS, LANES, fetch, load, store
+from rootstock.kernels.cpu.vector_lanes import I64, INTS, LANES, fetch, load, store, switch
 
 BLOCK = 64  # outputs
 _PART = 96  # rows of one task
@@ -100,15 +100,8 @@ def _add_products(
     """
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        ends = builder.append_basic_block("end")
-        choice = builder.switch(given[0], ends)
-        for count in range(1, AT_ONCE + 1):
-            begin = builder.append_basic_block(f"rows_{count}")
-            choice.add_case(I64(count), begin)
-            builder.position_at_end(begin)
-            _multiply(builder, count, *given[1:])
-            builder.branch(ends)
-        builder.position_at_end(ends)
+        counts = range(1, AT_ONCE + 1)
+        switch(builder, given[0], {n: partial(_multiply, builder, n, *given[1:]) for n in counts})
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate
@@ -237,6 +230,17 @@ def plan_tasks(chosen: Any, blocks: Any, part: Any, begins: Any, order: Any, tas
         tasks[expert + 1] = tasks[expert] + parts * blocks
 
 
+@compiled
+def place_of(task: Any, tasks: Any, blocks: Any) -> Any:
+    """Returns the expert of a task, its block and its part. Parts of a block follow each other.
+
+    tasks   see `plan_tasks`
+    """
+    expert = np.searchsorted(tasks, task, "right") - 1
+    parts = (tasks[expert + 1] - tasks[expert]) // blocks
+    return expert, (task - tasks[expert]) // parts, (task - tasks[expert]) % parts
+
+
 def _work(jobs: Any) -> None:
     """Runs one thread's share of a job: claims tasks until none is left."""
     job = nb.carray(jobs, (1,))[0]
@@ -251,9 +255,7 @@ def _work(jobs: Any) -> None:
         task = next_task(claims, thread, job.threads, tasks[job.experts])
         if task < 0:
             return
-        expert = np.searchsorted(tasks, task, "right") - 1
-        parts = (tasks[expert + 1] - tasks[expert]) // job.blocks
-        block, part = divmod(task - tasks[expert], parts)
+        expert, block, part = place_of(task, tasks, job.blocks)
         number = job.blocks * expert + block
         weight, begun, stride = job.weights + 256 * job.pairs * number, job.biases + 256 * number, 0
         begin = begins[expert] + _PART * part

@@ -7,14 +7,12 @@ or `FEW` rows where there are no more. All addresses and strides are int64, in b
 
 from __future__ import annotations
 
-import platform
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
-from rootstock.kernels.cpu.compiler import cgutils, compiles_for, intrinsic, types
+from rootstock.kernels.cpu.compiler import cgutils, has_features, intrinsic, types
 from rootstock.kernels.cpu.vector_lanes import (
     FLOATS,
     I16,
@@ -42,10 +40,7 @@ _FEATURES = ("avx512bf16", "avx512bw")
 @cache
 def has_pair_products() -> bool:
     """Returns whether the processor multiplies pairs of bfloat16, and Numba may use it."""
-    if platform.machine() != "x86_64":
-        return False
-    features = llvm.get_host_cpu_features()
-    return all(features.get(name) for name in _FEATURES) and compiles_for(*_FEATURES)
+    return has_features(*_FEATURES)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""Vectors of 16 float32 in LLVM's intermediate representation, for the intrinsics of compiled loops."""
+"""Vectors of 16 float32 and switches in LLVM's intermediate representation, for the intrinsics of compiled loops."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,19 @@ def fetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
     # Arguments of llvm.prefetch: a read, locality (3 is the first cache), data.
     builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(4 - level), I32(1)])
+
+
+def switch(builder: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
+    """Generates a switch over numbers, each with code of its own."""
+    ends = builder.append_basic_block("end")
+    choice = builder.switch(number, ends)
+    for case, generate in cases.items():
+        begin = builder.append_basic_block(f"case_{case}")
+        choice.add_case(I64(case), begin)
+        builder.position_at_end(begin)
+        generate()
+        builder.branch(ends)
+    builder.position_at_end(ends)
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:

@@ -21,7 +21,7 @@ from rootstock.kernels.cpu.coded_products import (
     unpack_scales,
 )
 from rootstock.kernels.cpu.weight_quantization import bits_of, round_to_8_bits, round_to_table
-from rootstock.kernels.torch.coded_weight import INTEGERS, NORMAL, CodedWeight, Numbers, nibbles
+from rootstock.kernels.torch.coded_weight import INTEGERS, NORMAL, CodedWeight, Numbers, nibbles, signed_codes
 from rootstock.kernels.torch.linear import Linear, Looped, nbytes_of
 
 Rounding = Literal["int8", "int4"]
@@ -137,7 +137,7 @@ def coded(weights: Tensor, rounding: Rounding) -> CodedWeight:
     if rounding == "int8":
         q = torch.empty(experts * outputs * inputs // group, group, dtype=torch.int8)
         round_to_8_bits(given.reshape(-1, group), bits_of(scales.view(-1)), q.numpy())
-        codes = q.abs().view(torch.uint8) | (q < 0).to(torch.uint8) << 7
+        codes = signed_codes(q)
         return CodedWeight(codes.view(experts, outputs, inputs), INTEGERS, Numbers(scales), None, group)
     places = torch.empty(experts * outputs, inputs, dtype=torch.uint8)
     round_to_table(given, group, NORMAL.numpy(), bits_of(scales.view(-1)), places.numpy())

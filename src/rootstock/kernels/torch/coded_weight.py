@@ -130,6 +130,11 @@ class CodedWeight:
         return numbers.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
 
 
+def signed_codes(q: Tensor) -> Tensor:
+    """Returns codes of 8 bits, a sign and a size, of q […] int8 from -127 to 127."""
+    return q.abs().view(torch.uint8) | (q < 0).to(torch.uint8) << 7
+
+
 def nibbles(codes: Tensor) -> Tensor:
     """Packs codes of 4 bits […, in] to two in a byte […, in / 2]."""
     return codes[..., ::2] | codes[..., 1::2] << 4

@@ -471,19 +471,6 @@ def weight_of(module: nn.Linear, forward: object) -> Tensor:
     return module.weight
 
 
-def coded_layers(model: nn.Module) -> list[Linear]:
-    """Returns the packed layers whose weights are as the checkpoint stores them."""
-    from rootstock.kernels.torch.coded_linear import Coded, Reordered, Widened
-
-    found: list[Linear] = []
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        linear = forward.together.linear if isinstance(forward, _Member) else getattr(forward, "linear", None)
-        if isinstance(linear, (Coded, Reordered, Widened)) and linear not in found:
-            found.append(linear)
-    return found
-
-
 def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
     """Stacks plain weights in one tensor, of which each member keeps a view. Returns None if they are not plain."""
     first = group[0]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from checkpoints import VOCAB
 from rootstock.errors import ModelUnsupported
 from rootstock.kernels.torch.coded_linear import Coded, CodedLayers, Reordered, Widened
 from rootstock.kernels.torch.linear import has_coded_loops
 from rootstock.runtime.torch.packed_experts import PackedExperts
-from rootstock.runtime.torch.packed_linears import coded_layers
 from rootstock.runtime.torch.runner import TorchRuntime
 from runtime.torch.helpers import STEPS
 from stored_checkpoints import FORMATS, save_mxfp4, save_quantized
@@ -54,6 +54,12 @@ def test_experts_in_mxfp4_are_served_as_they_are_stored(dtype: str, tmp_path: Pa
     experts = packed_experts(runtime)
     assert bool(experts) == (dtype == "bfloat16" and has_coded_loops())
     assert all(isinstance(form._first, CodedLayers) for form in experts)
+
+
+def coded_layers(model: nn.Module) -> list[Coded | Reordered | Widened]:
+    forms = (vars(module).get("forward") for module in model.modules())
+    linears = (getattr(getattr(form, "together", form), "linear", None) for form in forms)
+    return [linear for linear in linears if isinstance(linear, (Coded, Reordered, Widened))]
 
 
 def packed_experts(runtime: TorchRuntime) -> list[PackedExperts]:

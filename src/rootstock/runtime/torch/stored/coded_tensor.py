@@ -104,9 +104,9 @@ def _on_parts(tensors: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) 
     return first.with_coded(first.coded.rebuilt(change(list(part)) for part in parts))
 
 
-def _axis(tensor: Any, axis: int, added: int = 0) -> int | None:
+def _axis(tensor: Any, axis: int) -> int | None:
     """Returns the axis of the codes, from the front. None: it is the axis of inputs."""
-    dims = tensor.dim() + added
+    dims = tensor.dim()
     axis = axis % dims
     if tensor.is_transposed and axis >= dims - 2:
         axis = 2 * dims - 3 - axis

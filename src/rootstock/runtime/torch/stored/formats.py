@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rootstock.kernels.torch.coded_weight import CENTRED, INTEGERS, CodedWeight, Numbers, nibbles
+from rootstock.kernels.torch.coded_weight import (
+    CENTRED,
+    INTEGERS,
+    CodedWeight,
+    Numbers,
+    nibbles,
+    signed_codes,
+)
 
 Parts = Mapping[str, Tensor]  # by the ends of their names
 
@@ -74,8 +81,7 @@ def signed(q: Tensor, scales: Tensor, group: int) -> CodedWeight:
         codes = about_the_middle(q.view(torch.uint8) ^ 128)
         minima = torch.full_like(scales, -0.5, dtype=torch.float16)
         return CodedWeight(codes, HALVES, Numbers(scales), Numbers(minima), group, in_scales=True)
-    codes = q.abs().view(torch.uint8) | (q < 0).to(torch.uint8) << 7
-    return CodedWeight(codes, INTEGERS, Numbers(scales), None, group)
+    return CodedWeight(signed_codes(q), INTEGERS, Numbers(scales), None, group)
 
 
 def floats(weight: Tensor, scales: Tensor, group: int) -> CodedWeight:
@@ -90,7 +96,7 @@ def floats(weight: Tensor, scales: Tensor, group: int) -> CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """GroupSizes of groups that a configuration declares, of all its schemes."""
+    """Sizes of groups that a configuration declares, of all its schemes."""
 
     groups: tuple[int, ...] = ()  # inputs
     blocks: tuple[tuple[int, int], ...] = ()  # outputs and inputs
