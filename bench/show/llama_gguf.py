@@ -1,14 +1,15 @@
 """A Llama of safetensors as one GGUF file, the format of llama.cpp: the same weights, tokenizer and chat template.
 
-    PYTHON llama_gguf.py MODEL_DIRECTORY OUT.gguf [bfloat16|float16]
+    PYTHON llama_gguf.py MODEL_DIRECTORY OUT.gguf [bfloat16|float16|Q4_0|Q8_0|Q4_K_M]
 
-The interpreter needs numpy and gguf only. The format is that of llama.cpp's own convert_hf_to_gguf.py: the names of
-tensors and keys; norms in float32; and reordered rows of Q and K, because llama.cpp rotates neighbours where
-transformers rotates halves.
+The interpreter needs numpy and gguf, and xllamacpp for quantized types, which llama.cpp's own code rounds. The format
+is that of llama.cpp's convert_hf_to_gguf.py and quantize: the names of tensors and keys; norms in float32; reordered
+rows of Q and K, because llama.cpp rotates neighbours where transformers rotates halves; and the types of Q4_K_M.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -40,8 +41,9 @@ def main(directory: Path, out: Path, dtype: str) -> None:
     writer = gguf.GGUFWriter(out, "llama")
     add_sizes(writer, config, dtype)
     add_tokenizer(writer, directory, config)
+    layers = config["num_hidden_layers"]
     for name, bits in tensors_of(directory):
-        add_tensor(writer, gguf_name(name), permuted(name, bits, config), dtype)
+        add_tensor(writer, gguf_name(name), permuted(name, bits, config), dtype, layers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -61,8 +63,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: str) -> No
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    kind = gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bfloat16" else gguf.LlamaFileType.MOSTLY_F16
-    writer.add_file_type(kind)
+    named = {"bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{named}"])
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
@@ -127,13 +129,53 @@ def permuted(name: str, bits: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, bits: np.ndarray, dtype: str) -> None:
+def add_tensor(writer: gguf.GGUFWriter, name: str, bits: np.ndarray, dtype: str, layers: int) -> None:
     if bits.ndim == 2 and dtype == "bfloat16":
         in_bytes = np.ascontiguousarray(bits).view(np.uint8)
         writer.add_tensor(name, in_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
         return
     exact = (bits.astype(np.uint32) << 16).view(np.float32)
+    if bits.ndim == 2 and dtype != "float16":
+        named = kind_of_q4_k_m(name, layers, exact.shape[1]) if dtype == "Q4_K_M" else dtype
+        kind = gguf.GGMLQuantizationType[named]
+        writer.add_tensor(name, quantized(exact, kind), raw_dtype=kind)
+        return
     writer.add_tensor(name, exact if bits.ndim == 1 else exact.astype(np.float16))
+
+
+def kind_of_q4_k_m(name: str, layers: int, columns: int) -> str:
+    """Returns the type of a matrix: llama.cpp gives more bits to the head and, in some layers, to two others, and
+    takes other types where rows have no whole blocks of 256."""
+    has_more = name == "output.weight"
+    if "attn_v" in name or "ffn_down" in name:
+        layer = int(name.split(".")[1])
+        has_more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    if columns % 256:
+        return "Q8_0" if has_more else "Q5_0"
+    return "Q6_K" if has_more else "Q4_K"
+
+
+def quantized(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Returns the blocks [rows, bytes] that llama.cpp makes of a matrix of float32."""
+    import xllamacpp
+
+    [library] = Path(xllamacpp.__file__).parent.glob("*.so")
+    quantize = ctypes.CDLL(str(library)).ggml_quantize_chunk
+    quantize.restype = ctypes.c_size_t
+    rows, columns = weight.shape
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.empty((rows, columns // numbers * size), np.uint8)
+    source = np.ascontiguousarray(weight)
+    arguments = (
+        ctypes.c_int(kind),
+        source.ctypes.data_as(ctypes.c_void_p),
+        blocks.ctypes.data_as(ctypes.c_void_p),
+        *(ctypes.c_int64(number) for number in (0, rows, columns)),
+        ctypes.c_void_p(),
+    )
+    written = quantize(*arguments)
+    assert written == blocks.nbytes, f"{written} bytes instead of {blocks.nbytes}"
+    return blocks
 
 
 if __name__ == "__main__":

@@ -369,7 +369,7 @@ def _parse_adapters(texts: Sequence[str], flag: str) -> tuple[AdapterConfig, ...
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    model: str  # a directory or a hub name
+    model: str  # a directory, a GGUF file or a hub name; with :VARIANT for one of several GGUF files
     device: str = option(
         "auto",
         "device",

@@ -14,9 +14,9 @@ from rootstock.bench.tiny_model import (
     DEMO_SPEC,
     TinyModelSpec,
     ensure_tiny_model,
-    user_cache_folder,
 )
 from rootstock.errors import ChatTemplateFailed
+from rootstock.runtime.model_files import user_cache_folder
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.template import template_input
 from rootstock.text.output.detect import detect

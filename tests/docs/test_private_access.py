@@ -20,6 +20,7 @@ FOREIGN = {
     "_is_expert_parallel": "transformers: whether a module of experts has a part of them",
     "_forward_hooks": "torch: a module's hooks, which a replaced forward would miss",
     "_forward_pre_hooks": "torch: the same, before the forward",
+    "_grouped_mm": "torch: the operation that products of sorted rows with experts are",
     "_make_wrapper_subclass": "torch: a tensor whose numbers are elsewhere",
     "_to_copy": "torch: the operation that a conversion of a tensor is",
     "_parameters": "torch: a module's own parameters, without those of its children",

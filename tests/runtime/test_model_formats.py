@@ -27,10 +27,8 @@ UNQUANTIZED = "serve the unquantized model"
 
 # Files of a directory, the name of their format, and a part of the remedy.
 DIRECTORIES: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "gguf": (("model-Q4_K_M.gguf", "README.md"), "GGUF", ORIGINAL),
-    "gguf shards": (("a-00001-of-00002.GGUF", "a-00002-of-00002.GGUF"), "GGUF", ORIGINAL),
-    "gguf and projector": (("mmproj-f16.gguf", "model.gguf"), "GGUF", ORIGINAL),
-    "gguf in folders": (("Q4_K_M/a-00001-of-00002.gguf", "Q8_0/a.gguf", "README.md"), "GGUF", ORIGINAL),
+    "projector": (("mmproj-f16.gguf", "README.md"), "GGUF", "the model's own GGUF file"),
+    "ggml": (("model.ggml",), "before GGUF", ORIGINAL),
     "gptq of autogptq": (("gptq_model-4bit-128g.safetensors", "quantize_config.json"), "GPTQ", ORIGINAL),
     "early mlx": (("weights.npz", "tokenizer.model"), "MLX", ORIGINAL),
     "early mlx shards": (("weights.00.safetensors", "weights.01.safetensors"), "MLX", ORIGINAL),
@@ -38,7 +36,6 @@ DIRECTORIES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "llamafile": (("model.llamafile",), "GGUF", ORIGINAL),
     "pytorch": (("pytorch_model.bin",), "PyTorch", "save_pretrained"),
     "pytorch shards": (("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "PyTorch", "convert"),
-    "pytorch beside gguf": (("pytorch_model.bin", "model.gguf"), "PyTorch", "convert"),
     "meta": (("consolidated.00.pth", "params.json"), "PyTorch", ORIGINAL),
     "onnx": (("model.onnx", "model.onnx_data"), "ONNX", ORIGINAL),
     "onnx folder": (("onnx/model.onnx",), "ONNX", ORIGINAL),
@@ -108,7 +105,6 @@ def test_a_repository_of_another_format_in_the_local_hub_cache(
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("a.gguf", "GGUF"),
         ("pytorch_model.bin", "PyTorch"),
         ("a.onnx", "ONNX"),
         ("adapter_config.json", "LoRA"),

@@ -21,6 +21,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
 from rootstock.runtime.torch.runner import TorchRuntime, load_model
+from twins.driving import allocate, packed_logits, random_tokens
 
 
 def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
@@ -113,3 +114,27 @@ class Dense:
             )
         followed: list[int] = out[0, len(prompt) :].tolist()
         return followed
+
+
+def logit_errors(runtime: TorchRuntime, plain: Path, vocab: int, draws: int = 1) -> tuple[float, float]:
+    """Returns errors of logits in standard deviations of the exact ones, which transformers computes in float32 from
+    the files in `plain`: of the runtime, in chunks and decodes of two sequences, and of transformers in bfloat16.
+    `draws` is how many pairs of sequences are random.
+
+    An error is the one of the median row: where a mixture's router chooses another expert, both are far off.
+    """
+    exact, own = (Dense(plain, dtype, attention="eager") for dtype in (torch.float32, torch.bfloat16))
+    steps = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
+    logits: dict[str, list[Any]] = {"exact": [], "own": [], "runtime": []}
+    for draw in range(draws):
+        sequences = [random_tokens(vocab, n, n + 100 * draw) for n in (40, 21)]
+        allocate(runtime)
+        logits["runtime"] += packed_logits(runtime, sequences, steps)
+        logits["exact"] += map(exact.logits, sequences)
+        logits["own"] += map(own.logits, sequences)
+    expected = np.concatenate(logits["exact"])
+    off, theirs = (
+        float(np.sqrt(np.median(np.mean((np.concatenate(logits[of]) - expected) ** 2, -1))) / expected.std())
+        for of in ("runtime", "own")
+    )
+    return off, theirs

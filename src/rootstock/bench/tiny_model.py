@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from rootstock.bench.corpus import document
 from rootstock.bench.scenario import AGENTS, SYSTEM_PROMPT, TOOLS
+from rootstock.runtime.model_files import user_cache_folder
 
 # Part of the directory's name. Raise it when a change below changes the model.
 VERSION = 3
@@ -114,17 +114,6 @@ def ensure_tiny_model(
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return target
-
-
-def user_cache_folder() -> Path:
-    """Returns the folder in which programs of this system keep files that can be made again."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "rootstock"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "rootstock"
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "rootstock" / "Cache"
-    return Path.home() / ".cache" / "rootstock"
 
 
 def write_tiny_model(spec: TinyModelSpec, directory: Path) -> None:

@@ -242,7 +242,7 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Model directory or Hub name.", show_default="a small generated model"),
+        typer.Option(help="Model directory, GGUF file or Hub name.", show_default="a small generated model"),
     ] = None,
     cache: Annotated[
         str | None,

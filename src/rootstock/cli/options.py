@@ -142,7 +142,7 @@ def announce_misplaced(ctx: typer.Context) -> None:
         )
 
 
-_MODEL_HELP = "Model directory with config.json, or name on the Hugging Face Hub."
+_MODEL_HELP = "Model directory with config.json, GGUF file, or name on the Hugging Face Hub."
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", envvar=f"{ENV_PREFIX}_MODEL", help=_MODEL_HELP)]
 ServedModelPath = Annotated[
     str | None,

@@ -75,7 +75,7 @@ class ModelPathNotFound(ModelError):
 
     def __init__(self, model: str, detail: str) -> None:
         super().__init__(
-            f"No model at {quoted(model)}: {detail}. Give a directory with config.json, or a hub name."
+            f"No model at {quoted(model)}: {detail}. Give a directory with config.json, a GGUF file, or a hub name."
         )
         self.model = model
 

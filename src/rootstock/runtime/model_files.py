@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,17 @@ from rootstock.errors import (
     ModelUnsupported,
     ModelWeightsMissing,
     shown,
+)
+from rootstock.runtime.gguf_files import (
+    OpenGguf,
+    has_gguf,
+    is_gguf,
+    model_of,
+    parts_of,
+    refuse_gguf,
+    stands_for_gguf,
+    tensors_in,
+    variant_of,
 )
 from rootstock.runtime.model_formats import (
     OPENVINO_GRAPH,
@@ -76,16 +88,18 @@ def locate(
     with_code: bool,
     progress: Progress,
     takes_graph: Callable[[Collection[str]], bool] = lambda names: False,
+    open_gguf: OpenGguf = refuse_gguf,
 ) -> Path:
-    """Returns the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
+    """Returns the model's directory: the given one, or its snapshot from the Hub, downloaded if missing. For GGUF
+    files it is the directory that `open_gguf` returns.
 
     Of a repository only weights of one format are fetched: OpenVINO's graph if `takes_graph` returns True for the
     names of the repository's files, and otherwise safetensors. Raises ModelPathNotFound, ModelFileInvalid or
     ModelWeightsMissing, and ModelUnsupported for a format that is not read.
     """
-    directory = _local_directory(model)
+    directory = _local_directory(model, open_gguf)
     if directory is None:
-        directory = _fetched(model, with_code, progress, takes_graph)
+        directory = _fetched(model, with_code, progress, takes_graph, open_gguf)
     return directory
 
 
@@ -93,39 +107,47 @@ def names_here(model: str) -> list[str] | None:
     """Returns the names of a model's files on this machine: in its directory, or in its snapshot in the Hub's local
     cache. None: it is not on this machine."""
     try:
-        path = Path(model).expanduser()
+        path = Path(variant_of(model)[0]).expanduser()
+        if path.is_file():
+            return [path.name]
         if not path.is_dir():
             from huggingface_hub import snapshot_download
 
             # With all patterns it would be refused, because weights of other formats are missing.
-            path = Path(snapshot_download(model, allow_patterns=[CONFIG], local_files_only=True))
+            path = Path(snapshot_download(str(path), allow_patterns=[CONFIG], local_files_only=True))
     except (OSError, ValueError, RuntimeError):
         return None
     return names_in(path)
 
 
-def _local_directory(model: str) -> Path | None:
+def _local_directory(model: str, open_gguf: OpenGguf) -> Path | None:
     """Returns the directory if `model` names something on disk, None if it can only be a hub name.
 
-    Raises ModelPathNotFound for a path to nothing, to a file, or to a directory without config.json, and
-    ModelUnsupported for files of a format that is not read.
+    Raises ModelPathNotFound for a path to nothing, to a file that is not GGUF, or to a directory without config.json
+    and GGUF files, and ModelUnsupported for files of a format that is not read.
     """
     if not model.strip():
         raise ModelPathNotFound(model, "the name is empty")
+    name, variant = variant_of(model)
     try:
-        path = Path(model).expanduser()
+        path = Path(name).expanduser()
         kind = _kind_of(path)
-        if kind is None and not _looks_like_a_path(model):
+        if kind is None and not _looks_like_a_path(name):
             return None
         if kind is None:
             raise ModelPathNotFound(model, "no such directory")
         if not stat.S_ISDIR(kind):
+            if is_gguf(path.name) and stat.S_ISREG(kind):
+                return open_gguf(model, parts_of(path))
             _refuse_format(model, [path.name])
             raise ModelPathNotFound(model, "it is a file")
+        names = names_in(path)
+        with_below = [*names, *names_below(path, names)]
+        if (variant or has_gguf(with_below)) and (files := model_of(model, with_below, variant)):
+            return open_gguf(model, [path / file for file in files])
         if _kind_of(path / CONFIG) is None:
-            names = names_in(path)
             _refuse_format(model, names, path)
-            below = names_below(path, names)
+            below = with_below[len(names) :]
             if not any(name.endswith(f"/{CONFIG}") for name in below):
                 _refuse_format(model, below)
             raise ModelPathNotFound(model, remedy_without_config(path, names))
@@ -165,19 +187,31 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _fetched(
-    model: str, with_code: bool, progress: Progress, takes_graph: Callable[[Collection[str]], bool]
+    model: str,
+    with_code: bool,
+    progress: Progress,
+    takes_graph: Callable[[Collection[str]], bool],
+    open_gguf: OpenGguf,
 ) -> Path:
     """Returns the snapshot of a repository on the Hub, from the local cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = [*_TEXT_FILES, *(["*.py"] if with_code else [])]
+    name, variant = variant_of(model)
     progress("download", 0.0)
     try:
         # Weight files are fetched by name, because repositories hold other copies of the weights too.
-        directory = Path(snapshot_download(model, allow_patterns=patterns))
+        directory = Path(snapshot_download(name, allow_patterns=patterns))
         has_config = (directory / CONFIG).is_file()
-        names, weights = [*names_in(directory), *_names_on_hub(model)], [OPENVINO_GRAPH, OPENVINO_WEIGHTS]
+        here = names_in(directory)
+        names = [*here, *_names_on_hub(name)]
+        with_below = {*names, *names_below(directory, here)}
+        if (variant or has_gguf(with_below)) and (files := model_of(model, with_below, variant)):
+            directory = Path(snapshot_download(name, allow_patterns=files))
+            progress("download", 1.0)
+            return open_gguf(model, [directory / file for file in files])
+        weights = [OPENVINO_GRAPH, OPENVINO_WEIGHTS]
         is_graph = has_config and takes_graph(names)
         if not is_graph:
             weights = _named_weights(model, directory)
@@ -210,9 +244,23 @@ def _names_on_hub(model: str) -> list[str]:
 
 
 def public_name(model: str) -> str:
-    """Returns the name for clients: a directory's own name without its path, or the Hub name."""
-    directory = Path(model)
-    return directory.resolve().name if directory.is_dir() else model
+    """Returns the name for clients: a directory's or a GGUF file's own name without its path, or the Hub name."""
+    path, variant = variant_of(model)
+    found = Path(path).expanduser()
+    if found.is_file() and is_gguf(path):
+        return found.stem
+    return f"{found.resolve().name}:{variant}".removesuffix(":") if found.is_dir() else model
+
+
+def user_cache_folder() -> Path:
+    """Returns the folder in which programs of this system keep files that can be made again."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "rootstock"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rootstock"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "rootstock" / "Cache"
+    return Path.home() / ".cache" / "rootstock"
 
 
 # ---- JSON
@@ -307,7 +355,12 @@ def graph_files(model: str, directory: Path) -> list[Path]:
 
 
 def weight_files(model: str, directory: Path) -> list[Path]:
-    """Returns complete safetensors files, in order of name. Raises ModelWeightsMissing, ModelFileInvalid."""
+    """Returns complete safetensors files, in order of name, or the GGUF files for which a directory stands.
+
+    Raises ModelWeightsMissing or ModelFileInvalid.
+    """
+    if stands_for_gguf(directory):
+        return [Path(file) for file in dict.fromkeys(tensor.file for tensor in tensors_in(directory))]
     names = _named_weights(model, directory)
     missing = [name for name in names if not os.path.isfile(directory / name)]
     if missing == [_SINGLE]:

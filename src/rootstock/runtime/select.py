@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, cast
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import DeviceMemory, Embedder, Runtime
+from rootstock.runtime.gguf_files import has_gguf, refuse_gguf
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import Progress, graph_files, locate, names_here, weight_files
 from rootstock.runtime.model_formats import OPENVINO_GRAPH, has_graph, names_in
@@ -39,6 +40,7 @@ _LOADERS: Final[Mapping[RuntimeName, str]] = {
     "mlx": "rootstock.runtime.mlx.load",
     "openvino": "rootstock.runtime.openvino.load",
 }
+_GGUF = "rootstock.runtime.torch.stored.gguf_directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def choose_runtime(asked: str, device: str = "auto", names: Collection[str] | No
         return RuntimeChoice("mlx", "torch is not installed")
     if device in _DEVICES_OF_TORCH:
         return RuntimeChoice("torch", f"--device {device} is a device of torch")
+    if has_gguf(names or ()):
+        return RuntimeChoice("torch", "the model is in GGUF")
     if not is_apple_silicon():
         return RuntimeChoice("torch", "MLX is for Apple Silicon")
     if not has_mlx:
@@ -149,8 +153,18 @@ def locate_model(config: ModelConfig, progress: Progress) -> Path:
     def takes_graph(names: Collection[str]) -> bool:
         return choose_runtime(config.runtime, config.device, names).runtime == "openvino"
 
+    def open_gguf(model: str, files: Sequence[Path]) -> Path:
+        if choose_runtime(config.runtime, config.device, [file.name for file in files]).runtime != "torch":
+            return refuse_gguf(model, files)
+        directory: Path = importlib.import_module(_GGUF).directory_of(model, files)
+        return directory
+
     return locate(
-        config.model, with_code=config.trust_remote_code, progress=progress, takes_graph=takes_graph
+        config.model,
+        with_code=config.trust_remote_code,
+        progress=progress,
+        takes_graph=takes_graph,
+        open_gguf=open_gguf,
     )
 
 
@@ -158,7 +172,9 @@ def stored_files(config: ModelConfig, directory: Path) -> list[Path]:
     """Returns the files of a model's weights in the format that its runtime reads. Raises ModelError or
     InvalidOption."""
     chosen = choose_runtime(config.runtime, config.device, names_in(directory)).runtime
-    return (graph_files if chosen == "openvino" else weight_files)(config.model, directory)
+    if chosen == "openvino":
+        return graph_files(config.model, directory)
+    return weight_files(config.model, directory)
 
 
 def check_architecture(config: ModelConfig, directory: Path) -> None:

@@ -6,8 +6,7 @@ On a CPU with AVX512-BF16 and AVX512-VBMI loops multiply the numbers as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -20,9 +19,10 @@ from rootstock.kernels.cpu.coded_products import (
     pack_scales,
     unpack_scales,
 )
+from rootstock.kernels.cpu.packed_products import BLOCK
 from rootstock.kernels.cpu.weight_quantization import bits_of, round_to_8_bits, round_to_table
 from rootstock.kernels.torch.coded_weight import INTEGERS, NORMAL, CodedWeight, Numbers, nibbles, signed_codes
-from rootstock.kernels.torch.linear import Linear, Looped, nbytes_of
+from rootstock.kernels.torch.linear import Looped, nbytes_of
 
 Rounding = Literal["int8", "int4"]
 
@@ -34,33 +34,64 @@ _GROUPS = {"int8": (128, 64, 32), "int4": (64, 32)}
 class CodedLayers:
     """Linear layers of one shape with coded weights: the experts of a mixture, or a single layer."""
 
-    def __init__(self, weight: CodedWeight, biases: Tensor | None) -> None:
+    def __init__(
+        self, packed: CodedWeight, shape: tuple[int, int, int], biases: Tensor | None = None
+    ) -> None:
+        """Initialises layers of shape [experts, out, in]. packed: in the loops' order; biases: [experts, out]"""
+        self.shape = shape
+        self.packed = packed
+        self.nbytes = packed.nbytes + nbytes_of(biases)
+        self.multiply = CodedProducts(packed, table_of(packed.values), shape, biases)
+
+    @classmethod
+    def of(cls, weight: CodedWeight, biases: Tensor | None = None) -> CodedLayers:
         """Packs weights [experts, out, in] with an even number of inputs. biases: [experts, out]"""
-        experts, self._outputs, inputs = weight.shape
         codes = pack_codes(weight.places(), weight.bits)
         _, *numbers = weight.tensors()
-        self._packed = weight.rebuilt(iter([codes, *map(pack_scales, numbers)]))
-        self.nbytes = self._packed.nbytes + nbytes_of(biases)
-        self.multiply = CodedProducts(
-            self._packed, table_of(weight.values), (experts, self._outputs, inputs), biases
+        experts, outputs, inputs = weight.shape
+        packed = weight.rebuilt(iter([codes, *map(pack_scales, numbers)]))
+        return cls(packed, (experts, outputs, inputs), biases)
+
+    @classmethod
+    def joined(cls, layers: Sequence[CodedLayers]) -> CodedLayers | None:
+        """Returns the outputs of layers that are coded alike, one behind the other, in new memory. None: an output's
+        place in its block would change."""
+        if any(each.shape[1] % BLOCK for each in layers[:-1]):
+            return None
+        first = layers[0]
+        outputs = sum(each.shape[1] for each in layers)
+        parts = zip(*(each.packed.tensors() for each in layers), strict=True)
+        return cls(
+            first.packed.rebuilt(torch.cat(part, 1) for part in parts),
+            (first.shape[0], outputs, first.shape[2]),
         )
+
+    def with_biases(self, biases: Tensor | None) -> CodedLayers:
+        """Returns the same layers, in the same memory, with biases [experts, out]."""
+        return self if biases is None else CodedLayers(self.packed, self.shape, biases)
+
+    def coded(self, first: int, end: int) -> CodedWeight:
+        """Returns the weights of some experts, [experts, out, in], in new memory."""
+        packed, *numbers = self.packed.part(first, end).tensors()
+        codes = unpack_codes(packed, self.packed.bits, self.shape[1])
+        codes = nibbles(codes) if self.packed.bits == 4 else codes
+        return self.packed.rebuilt(iter([codes, *(unpack_scales(each, self.shape[1]) for each in numbers)]))
 
     def unpacked(self) -> Tensor:
         """Returns the weights [experts, out, in] in new memory, rounded to bfloat16."""
-        packed, *numbers = self._packed.tensors()
-        codes = unpack_codes(packed, self._packed.bits, self._outputs)
-        codes = nibbles(codes) if self._packed.bits == 4 else codes
-        rows = (unpack_scales(each, self._outputs) for each in numbers)
-        return self._packed.rebuilt(iter([codes, *rows])).widened().to(torch.bfloat16)
+        weights = (
+            self.coded(number, number + 1).widened().to(torch.bfloat16) for number in range(self.shape[0])
+        )
+        return torch.cat(list(weights))
 
 
 class Coded(Looped):
     """Linear layer with a coded weight."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None) -> None:
-        """Packs a weight [1, out, in]."""
-        self._layers = CodedLayers(weight, None if bias is None else bias.detach()[None])
-        super().__init__(self._layers.multiply)
+    def __init__(self, layers: CodedLayers) -> None:
+        """Initialises the layer by layers [1, out, in], whose inputs are in order."""
+        self._layers = layers
+        super().__init__(layers.multiply)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +117,7 @@ class Reordered:
         return self
 
     def unpacked(self) -> Tensor:
-        return self._linear.unpacked()[:, self._order.argsort()]
+        return self._linear.unpacked()  # its layers know the order
 
 
 class Widened:
@@ -118,14 +149,28 @@ class Widened:
         return self._weight.rebuilt(rows).widened().to(self._dtype)
 
 
-def coded_linear(weight: CodedWeight, dtype: torch.dtype, bias: Tensor | None) -> Linear:
-    """Returns the linear layer of a coded weight [out, in], for rows of a dtype."""
+def looped(weight: CodedWeight, dtype: torch.dtype) -> CodedLayers | None:
+    """Returns the layers of a coded weight [experts, out, in] or [out, in], for rows of a dtype. None: no loop
+    multiplies such a weight."""
     has_pairs = weight.shape[-1] % 2 == 0 and weight.group % 2 == 0
-    if dtype == torch.bfloat16 and has_coded_products() and has_pairs:
-        in_order = replace(weight.rebuilt(each[None] for each in weight.tensors()), order=None)
-        linear = Coded(in_order, bias)
-        return linear if weight.order is None else Reordered(linear, weight.order)
-    return Widened(weight, dtype, bias)
+    if dtype != torch.bfloat16 or not has_pairs or not has_coded_products():
+        return None
+    return CodedLayers.of(
+        weight if len(weight.shape) == 3 else weight.rebuilt(each[None] for each in weight.tensors())
+    )
+
+
+def coded_linear(
+    weight: CodedWeight | CodedLayers, dtype: torch.dtype, bias: Tensor | None
+) -> Coded | Reordered | Widened:
+    """Returns the linear layer of a coded weight [out, in] or of layers [1, out, in], for rows of a dtype."""
+    layers = weight if isinstance(weight, CodedLayers) else looped(weight, dtype)
+    if layers is None:
+        assert isinstance(weight, CodedWeight)
+        return Widened(weight, dtype, bias)
+    linear = Coded(layers.with_biases(None if bias is None else bias.detach()[None]))
+    order = layers.packed.order
+    return linear if order is None else Reordered(linear, order)
 
 
 def coded(weights: Tensor, rounding: Rounding) -> CodedWeight:

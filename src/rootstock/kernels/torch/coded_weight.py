@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = torch.arange(128.0)  # of codes with a sign and seven bits
-CENTRED = torch.arange(-8.0, 8.0)
+CENTRED, UNSIGNED = torch.arange(-8.0, 8.0), torch.arange(16.0)
 # Values with the least squared error for normally distributed weights in groups of 64: Lloyd's iterations (1982) from
 # the values of NF4 (Dettmers et al. 2023, arXiv 2305.14314), rounded to bfloat16.
 NORMAL = torch.tensor(
@@ -105,6 +105,10 @@ class CodedWeight:
         assert scales is not None
         return replace(self, codes=codes, scales=scales, minima=minima)
 
+    def part(self, first: int, end: int) -> CodedWeight:
+        """Returns some of the weights along their first axis."""
+        return self.rebuilt(each[first:end] for each in self.tensors())
+
     def places(self) -> Tensor:
         """Returns the codes […, out, in], one in a byte."""
         if self.bits == 8:
@@ -113,21 +117,23 @@ class CodedWeight:
 
     def widened(self) -> Tensor:
         """Returns the weights in float32."""
-        places = self.places()
+        of_byte = torch.cat([self.values, -self.values])[:, None]
         if self.bits == 4:
-            weights = self.values[places.int()]
-        else:
-            weights = self.values[(places & 127).int()]
-            weights = torch.where(places >= 128, -weights, weights)
+            of_byte = torch.stack([self.values.repeat(16), self.values.repeat_interleave(16)], -1)
+        weights = of_byte.index_select(0, self.codes.flatten().int()).view(self.shape)
+        whole = self.shape[-1] // self.group * self.group  # the last group may be shorter
         scales = self.scales.widened()
-        weights = weights * self._of_inputs(scales)
-        if self.minima is not None:
-            minima = self.minima.widened()
-            weights = weights + self._of_inputs(minima * scales if self.in_scales else minima)
+        minima = None if self.minima is None else self.minima.widened()
+        if minima is not None and self.in_scales:
+            minima = minima * scales
+        for first, count in ((0, whole), (whole, self.shape[-1] - whole)):
+            if count:
+                part = torch.unflatten(weights[..., first : first + count], -1, (-1, min(count, self.group)))
+                of_part = slice(first // self.group, first // self.group + part.shape[-2])
+                part.mul_(scales[..., of_part, None])
+                if minima is not None:
+                    part.add_(minima[..., of_part, None])
         return weights if self.order is None else weights[..., self.order.argsort()]
-
-    def _of_inputs(self, numbers: Tensor) -> Tensor:
-        return numbers.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
 
 
 def signed_codes(q: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from rootstock.kernels.cpu.weight_quantization import (
     round_to_4_bits,
     round_to_8_bits,
 )
-from rootstock.kernels.torch.coded_linear import Coded, Rounding, coded
+from rootstock.kernels.torch.coded_linear import Coded, CodedLayers, Rounding, coded
 from rootstock.kernels.torch.linear import Linear, has_matrix_units, nbytes_of
 
 FEW_ROWS = 12  # the most rows for torch's kernels for quantized weights
@@ -57,7 +57,8 @@ def is_coded(weight: Tensor) -> bool:
 def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: DequantizeScratch) -> Linear:
     """Quantizes weight [out, in], for which `not_rounded` returns "". The layer keeps no reference to `weight`."""
     if is_coded(weight):
-        return Coded(coded(weight[None], rounding), bias)
+        layers = CodedLayers.of(coded(weight[None], rounding), None if bias is None else bias.detach()[None])
+        return Coded(layers)
     return Int8(weight, bias, scratch) if rounding == "int8" else Int4(weight, bias, scratch)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rootstock.errors import ModelTooLarge
 from rootstock.runtime.adapter_files import AdapterSource
+from rootstock.runtime.gguf_files import GgufTensor
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.runtime.memory_fit import (
     Demands,
@@ -19,12 +20,20 @@ from rootstock.runtime.memory_fit import (
 )
 from rootstock.runtime.model_files import StoredTensor
 from rootstock.runtime.torch.packed_experts import are_experts
+from rootstock.runtime.torch.stored.gguf_blocks import RESIDENT_BITS
 from rootstock.units import in_units
 
 # safetensors' names of the dtypes that loading converts to the model's.
 _CONVERTED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ELEMENT_BITS = {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-_ELEMENT_BITS |= {
+_ELEMENT_BITS: dict[str, float] = {
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_ELEMENT_BITS |= RESIDENT_BITS | {
     "I8": 8,
     "U8": 8,
     "BOOL": 8,
@@ -39,7 +48,7 @@ _ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the lower bound of a w
 
 
 def weight_bytes(
-    stored: Sequence[StoredTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
+    stored: Sequence[StoredTensor] | Sequence[GgufTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
 ) -> WeightBytes:
     """Estimates the weights' bytes from the files' headers and from the meta device's modules. Returns the smaller.
 
@@ -50,7 +59,7 @@ def weight_bytes(
     for tensor in stored:
         own = _CONVERTED.get(tensor.dtype)
         if own is None:
-            kept += tensor.elements * _ELEMENT_BITS.get(tensor.dtype, 0) // 8
+            kept += int(tensor.elements * _ELEMENT_BITS.get(tensor.dtype, 8 * dtype.itemsize)) // 8
         elif own == dtype:
             kept += tensor.elements * dtype.itemsize
         else:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from rootstock.kernels.torch.linear import (
-    has_coded_loops,
     has_matrix_units,
     has_pair_loops,
     packs_bfloat16,
@@ -98,22 +97,18 @@ class PackedExperts:
         weights = weights.mT if transposed else weights
         biases = parameters[f"{name}_bias"].detach() if self._module.has_bias else None
         if isinstance(weights, CodedTensor):
-            weight = weights.coded
             if (
-                has_coded_loops()
+                (layers := weights.layers) is not None
                 and not weights.is_transposed
-                and weight.group % 2 == 0
-                and weight.order is None
+                and weights.form.order is None
             ):
-                from rootstock.kernels.torch.coded_linear import CodedLayers
-
-                return CodedLayers(weight, biases)
+                return layers.with_biases(biases)
             weights = weights.unpacked()
         if rounding is None:
             return PackedLayers(weights, biases)
         from rootstock.kernels.torch.coded_linear import CodedLayers, coded
 
-        return CodedLayers(coded(weights, rounding), biases)
+        return CodedLayers.of(coded(weights, rounding), biases)
 
     def unpacked(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the names of parameters and the weights that are multiplied, in the module's own order of axes."""

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rootstock.errors import InvalidOption
-from rootstock.kernels.torch.linear import Blocked, Linear, Plain, Prepacked, is_packed, prepare, stacked
+from rootstock.kernels.torch.linear import Linear, Plain, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
+from rootstock.runtime.host_memory import return_free_memory
 from rootstock.runtime.torch.fusion.base import Projection
 from rootstock.runtime.torch.packed_experts import (
     PackedExperts,
@@ -55,6 +56,9 @@ if TYPE_CHECKING:  # these modules import Numba, which only quantization needs
 _log = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 4
+_RETURNED_AT = (
+    1 << 26
+)  # numbers of weights that are packed: the memory of their old forms goes back to the system
 
 # Attributes and operations that do not read a weight's numbers.
 _SHAPE_ONLY = {
@@ -102,7 +106,7 @@ class _PackingJob:
 
 
 def _address(tensor: Tensor) -> int:
-    return (tensor.coded.codes if isinstance(tensor, CodedTensor) else tensor).data_ptr()
+    return (tensor.form.codes if isinstance(tensor, CodedTensor) else tensor).data_ptr()
 
 
 def pack_linears(
@@ -282,7 +286,7 @@ def _pack(
 ) -> None:
     """Packs linear layers, and reports how many numbers of weights are done."""
     jobs, numbers = _jobs(linears, ways, groups)
-    done = 0
+    done = returned = 0
     scratch = None
     if {"int8", "int4"} & set(ways.values()):
         from rootstock.kernels.torch.quantized_linear import DequantizeScratch
@@ -311,6 +315,9 @@ def _pack(
                 packing.rounded |= dict.fromkeys(each.names, error)
             if id(each) in numbers:
                 packing.groups[numbers[id(each)]] = linear
+        if done - returned > _RETURNED_AT:
+            return_free_memory()
+            returned = done
         progress(done)
 
 
@@ -383,7 +390,7 @@ def _made(
         from rootstock.kernels.torch.coded_linear import coded_linear
 
         assert isinstance(weight, CodedTensor)
-        linear = coded_linear(weight.coded, weight.dtype, bias)
+        linear: Linear = coded_linear(weight.layers or weight.coded, weight.dtype, bias)
         off = off_by_more_than_rounding(linear(x), expected, 4)
         return (None, off, None) if off else (linear, "", None)
     if scratch is not None and (way == "int8" or way == "int4"):
@@ -525,7 +532,7 @@ def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
 
 
 def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:
-    assert isinstance(linear, (Blocked, Prepacked)), "only packed weights are restored"
+    assert not isinstance(linear, Plain), "only packed weights are restored"
     if id(linear) not in restored:
         restored[id(linear)] = linear.unpacked()
     return restored[id(linear)]

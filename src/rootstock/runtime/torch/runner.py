@@ -33,6 +33,7 @@ from rootstock.runtime.base import (
     PoolMemory,
     Segment,
 )
+from rootstock.runtime.gguf_files import tensors_in
 from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_hopeless_budget, refuse_longer_context
 from rootstock.runtime.model_config import context_limit, eos_token_ids
@@ -60,6 +61,7 @@ from rootstock.runtime.torch.packed_linears import Packing, pack_linears, use_pa
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
+from rootstock.runtime.torch.stored.gguf_directory import directory_of
 from rootstock.runtime.torch.weights import (
     empty_model,
     quiet,
@@ -109,10 +111,10 @@ def load_model(
         remedy = f"auto on {device.type}: K and V are quantized on CPUs only (--device cpu)"
         raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
     refuse_host_tier(demands.host_bytes, _memory_kind(device))
-    directory = directory or locate(name, with_code=trusted, progress=report)
+    directory = directory or locate(name, with_code=trusted, progress=report, open_gguf=directory_of)
     files = weight_files(name, directory)
     declared = read_config(name, directory, trust_remote_code=trusted)
-    tensors = stored_tensors(name, files)
+    tensors = tensors_in(directory) or stored_tensors(name, files)
     refuse_quantized_tensors(name, directory, tensors)
     try:
         empty = empty_model(name, declared, trust_remote_code=trusted)

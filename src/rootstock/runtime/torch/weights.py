@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import logging as transformers_logging
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, ModelWeightsMissing
+from rootstock.runtime.gguf_files import GgufTensor, architecture_in, stands_for_gguf, tensors_in
+from rootstock.runtime.host_memory import return_free_memory
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -36,6 +39,12 @@ from rootstock.runtime.torch.packed_experts import are_experts
 from rootstock.runtime.torch.stored.checkpoint import lazy_state
 from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
 from rootstock.runtime.torch.stored.formats import StoredFormat, UndecodableWeight, formats_of
+from rootstock.runtime.torch.stored.gguf import UNPACKED, gguf_state
+from rootstock.units import in_units
+
+_log = logging.getLogger(__name__)
+
+_RETURNED_AT = 64 << 20  # freed bytes that go back to the system
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -83,10 +92,12 @@ def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
         raise ModelUnsupported(model, declared.refusal())
 
 
-def refuse_quantized_tensors(model: str, directory: Path, stored: Sequence[StoredTensor]) -> None:
+def refuse_quantized_tensors(
+    model: str, directory: Path, stored: Sequence[StoredTensor] | Sequence[GgufTensor]
+) -> None:
     """Raises ModelUnsupported for quantized weights of which config.json says nothing: they would be read as they
     are, without their scales."""
-    if quantization_of(read_json(model, directory, CONFIG)) is not None:
+    if quantization_of(read_json(model, directory, CONFIG)) is not None or stands_for_gguf(directory):
         return
     if (found := quantization_of_tensors((tensor.name, tensor.dtype) for tensor in stored)) is not None:
         described = quantization_of({}, names_in(directory))
@@ -123,11 +134,16 @@ def read_weights(
                 "output_loading_info": True,
                 "ignore_mismatched_sizes": True,  # otherwise the error names none; they are refused below
             }
-            if formats := _coded_formats(model, directory):
+            of_gguf, formats = tensors_in(directory), _coded_formats(model, directory)
+            if of_gguf or formats:
                 config = _unquantized(config)
-                kind = type(empty_model(model, copy.deepcopy(config), trust_remote_code=trust_remote_code))
-                state = lazy_state(weight_files(model, directory), formats, dtype, opened)
-                loaded, info = kind.from_pretrained(None, config=config, state_dict=state, **options)  # type: ignore[attr-defined]
+                empty: Any = empty_model(model, copy.deepcopy(config), trust_remote_code=trust_remote_code)
+                state: dict[str, Any]
+                if of_gguf:
+                    state = gguf_state(of_gguf, architecture_in(directory), empty, dtype)
+                else:
+                    state = lazy_state(weight_files(model, directory), formats, dtype, opened)
+                loaded, info = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
             else:
                 options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
                 loaded, info = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
@@ -151,8 +167,19 @@ def read_weights(
     if info["error_msgs"]:
         raise ModelWeightsMissing(model, first_line(info["error_msgs"][0]))
     assert isinstance(loaded, nn.Module)
-    if formats:
+    if of_gguf and (unused := sorted(info["unexpected_keys"])):
+        raise ModelUnsupported(model, f"its architecture does not use {len(unused)} tensors, {_some(unused)}")
+    if of_gguf or formats:
         _finish_coded(loaded, directory)
+    if unpacked := [each for each in of_gguf if each.dtype in UNPACKED]:
+        _log.warning(
+            "%d of %d tensors are of types that no code keeps, %s: they take %s instead of %s",
+            len(unpacked),
+            len(of_gguf),
+            " and ".join(sorted({each.dtype for each in unpacked})),
+            in_units(sum(each.elements for each in unpacked) * dtype.itemsize),
+            in_units(sum(each.nbytes for each in unpacked)),
+        )
     was_quantized = getattr(config, "quantization_config", None) is not None
     if was_quantized and getattr(loaded.config, "quantization_config", None) is None:
         loaded = loaded.to(dtype)  # transformers has dequantized the weights, to a dtype of its own choice
@@ -177,13 +204,22 @@ def _unquantized(config: Any) -> Any:
 
 
 def _finish_coded(loaded: Any, directory: Path) -> None:
-    """Unpacks coded weights that no product multiplies, and reads the settings that a model without a directory
-    lacks."""
+    """Packs coded weights that products multiply, unpacks others but for embeddings, and reads the settings that a
+    model without a directory lacks."""
+    freed = _RETURNED_AT  # loading has freed the files' own bytes
+    embeddings = {id(each.weight) for each in loaded.modules() if type(each) is nn.Embedding}
     for module in loaded.modules():
-        kept = type(module) in (nn.Linear, nn.Embedding) or are_experts(module)
+        multiplied = type(module) is nn.Linear or are_experts(module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, CodedTensor) and not kept:
-                setattr(module, name, nn.Parameter(parameter.unpacked(), requires_grad=False))
+            if not isinstance(parameter, CodedTensor) or id(parameter) in embeddings:
+                continue
+            made = parameter.looped() if multiplied else parameter.unpacked()
+            module._parameters[name] = nn.Parameter(made, requires_grad=False)
+            freed += parameter.form.nbytes
+            del parameter, made
+            if freed > _RETURNED_AT:
+                return_free_memory()
+                freed = 0
     if (directory / GENERATION_CONFIG).exists():
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
 

@@ -121,6 +121,6 @@ def test_modules_compute_with_coded_weights_and_embeddings_read_rows_of_codes(ro
     ids = torch.tensor([[3, 0], [95, 3]])
     for inference in (False, True):
         with torch.inference_mode(inference):
-            expected: Tensor = nn.functional.linear(x, given.unpacked())
+            expected: Tensor = nn.functional.linear(x.float(), given.coded.widened()).bfloat16()
             assert torch.equal(linear(x), expected)
             assert torch.equal(embedding(ids), given.unpacked()[ids])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,10 +15,8 @@ from rootstock.kernels.torch.coded_linear import Coded, CodedLayers, Reordered, 
 from rootstock.kernels.torch.linear import has_coded_loops
 from rootstock.runtime.torch.packed_experts import PackedExperts
 from rootstock.runtime.torch.runner import TorchRuntime
-from runtime.torch.helpers import STEPS
 from stored_checkpoints import FORMATS, save_mxfp4, save_quantized
-from twins.driving import allocate, packed_logits, random_tokens
-from twins.torch_models import Dense, load
+from twins.torch_models import load, logit_errors
 
 SIZES = {
     "llama": {"hidden_size": 128, "intermediate_size": 192},
@@ -67,21 +64,13 @@ def packed_experts(runtime: TorchRuntime) -> list[PackedExperts]:
     return [form for form in forms if isinstance(form, PackedExperts)]
 
 
-def assert_served_as_near_as_bfloat16(stored: Path, plain: Path, dtype: str) -> TorchRuntime:
+def assert_served_as_near_as_bfloat16(
+    stored: Path, plain: Path, dtype: str, vocab: int = VOCAB
+) -> TorchRuntime:
     """Asserts that logits are as near to the exact ones of the same numbers as the model's own in bfloat16."""
-    exact, own = (Dense(plain, dtype, attention="eager") for dtype in (torch.float32, torch.bfloat16))
-    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
     runtime = load(stored, dtype)
-    allocate(runtime)
-    expected = np.concatenate([exact.logits(tokens) for tokens in sequences])
-    off, theirs = (
-        np.sqrt(np.median(np.mean((np.concatenate(got) - expected) ** 2, -1)))
-        for got in (
-            packed_logits(runtime, sequences, STEPS),
-            [own.logits(tokens) for tokens in sequences],
-        )
-    )
-    assert off <= (1e-4 * expected.std() if dtype == "float32" else 1.5 * theirs)
+    off, own = logit_errors(runtime, plain, vocab)
+    assert off <= (1e-4 if dtype == "float32" else 1.5 * own)
     return runtime
 
 

@@ -9,34 +9,115 @@ can therefore run before the weights are packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from rootstock.kernels.torch.coded_weight import CodedWeight
+from rootstock.kernels.torch.linear import has_coded_loops
 
+if TYPE_CHECKING:  # it imports Numba, which only the loops need
+    from rootstock.kernels.torch.coded_linear import CodedLayers
+
+_SAMPLE_ROWS, _SAMPLE_OUTPUTS = 4, 256
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Looped:
+    """Weights [experts, out, in] in the order of the loops that multiply them, or one expert's [out, in]."""
+
+    layers: CodedLayers
+    expert: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layers.shape if self.expert is None else self.layers.shape[1:]
+
+    def coded(self) -> CodedWeight:
+        """Returns them in the order of rows, in new memory."""
+        if self.expert is None:
+            return self.layers.coded(0, self.layers.shape[0])
+        rows = self.layers.coded(self.expert, self.expert + 1)
+        return rows.rebuilt(each[0] for each in rows.tensors())
+
+    def multiply(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
+        """Multiplies x [rows, in] bfloat16 by one expert, or each row by the one that `experts` [rows] names."""
+        if (order := self.layers.packed.order) is not None:
+            x = x.index_select(-1, order)
+        if self.expert:
+            experts = torch.full((len(x),), self.expert)
+        return self.layers.multiply(x, experts)
 
 
 class CodedTensor(Tensor):
     """Weights […, out, in] of a floating-point dtype, or […, in, out] if `is_transposed`."""
 
-    coded: CodedWeight
+    given: CodedWeight | _Looped
     is_transposed: bool
 
     @staticmethod
-    def __new__(cls, coded: CodedWeight, dtype: torch.dtype, *, is_transposed: bool = False) -> CodedTensor:
-        *leading, outputs, inputs = coded.shape
+    def __new__(
+        cls, given: CodedWeight | _Looped, dtype: torch.dtype, *, is_transposed: bool = False
+    ) -> CodedTensor:
+        *leading, outputs, inputs = given.shape
         shape = (*leading, inputs, outputs) if is_transposed else (*leading, outputs, inputs)
         with torch.inference_mode(False):  # views of a model's parameters are no inference tensors
             made: CodedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.coded, made.is_transposed = coded, is_transposed
+        made.given, made.is_transposed = given, is_transposed
         return made
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return f"CodedTensor({list(self.shape)}, {self.dtype}, {self.coded.bits} bits)"
+        return f"CodedTensor({list(self.shape)}, {self.dtype}, {self.form.bits} bits)"
+
+    @property
+    def coded(self) -> CodedWeight:
+        """Weights in the order of rows: in new memory if they are in the order of loops."""
+        return self.given if isinstance(self.given, CodedWeight) else self.given.coded()
+
+    @property
+    def form(self) -> CodedWeight:
+        """Weights in either order, for what does not depend on it."""
+        return self.given if isinstance(self.given, CodedWeight) else self.given.layers.packed
+
+    @property
+    def layers(self) -> CodedLayers | None:
+        """Layers whose loops multiply all of the weights, if they are in the order of loops."""
+        given = self.given
+        is_whole = isinstance(given, _Looped) and (given.expert is None or given.layers.shape[0] == 1)
+        return given.layers if isinstance(given, _Looped) and is_whole else None
+
+    def looped(self) -> CodedTensor:
+        """Returns the weights in the order of loops, which from then on multiply them. The same ones if no loop does,
+        or if some outputs of a few random rows show that one does it wrong."""
+        weight = self.coded
+        if not has_coded_loops():
+            return self
+        from rootstock.kernels.torch.coded_linear import looped
+
+        layers = looped(weight, self.dtype)
+        if layers is None:
+            return self
+        made = _Looped(layers, 0 if len(weight.shape) == 2 else None)
+        experts = layers.shape[0]
+        x = torch.randn(
+            max(_SAMPLE_ROWS, experts), weight.shape[-1], generator=torch.Generator().manual_seed(0)
+        )
+        x = x.to(self.dtype)
+        chosen = torch.arange(len(x)) % experts
+        outputs = torch.linspace(0, weight.shape[-2] - 1, min(weight.shape[-2], _SAMPLE_OUTPUTS)).long()
+        got = made.multiply(x, chosen)[:, outputs].float()
+        for expert in range(experts):
+            own = weight.tensors() if len(weight.shape) == 2 else weight.part(expert, expert + 1).tensors()
+            exact = weight.rebuilt(each.index_select(-2, outputs) for each in own).widened()
+            expected = x[chosen == expert].float() @ exact.view(len(outputs), -1).mT
+            error = (got[chosen == expert] - expected).square().mean().sqrt()
+            if not error <= torch.finfo(self.dtype).eps * expected.square().mean().sqrt():
+                return self
+        return CodedTensor(made, self.dtype, is_transposed=self.is_transposed)
 
     def unpacked(self) -> Tensor:
         """Returns the weights in new memory, rounded to the tensor's dtype."""
@@ -50,14 +131,14 @@ class CodedTensor(Tensor):
         """Returns whether codes and scales of both can stand in one tensor."""
         kinds = []
         for tensor in (self, other):
-            dtypes = [part.dtype for part in tensor.coded.tensors()]
-            coded = tensor.coded
-            kinds.append((tensor.dtype, tensor.is_transposed, coded.group, coded.in_scales, dtypes))
-        orders = [coded.order for coded in (self.coded, other.coded)]
+            form = tensor.form
+            dtypes = [part.dtype for part in form.tensors()]
+            kinds.append((tensor.dtype, tensor.is_transposed, form.group, form.in_scales, dtypes))
+        orders = [form.order for form in (self.form, other.form)]
         same_order = orders[0] is orders[1] or (
             orders[0] is not None and orders[1] is not None and torch.equal(orders[0], orders[1])
         )
-        return kinds[0] == kinds[1] and same_order and torch.equal(self.coded.values, other.coded.values)
+        return kinds[0] == kinds[1] and same_order and torch.equal(self.form.values, other.form.values)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -69,6 +150,8 @@ class CodedTensor(Tensor):
             done = rule(*args, **kwargs)
             if done is not None:
                 return done
+        if func in _PRODUCTS:
+            return _product(func, args, kwargs)
         # In inference mode operations that consist of others arrive whole.
         in_parts = func.decompose(*args, **kwargs)
         if in_parts is not NotImplemented:
@@ -81,18 +164,66 @@ def _plain(given: Any) -> Any:
     return given.unpacked() if isinstance(given, CodedTensor) else given
 
 
+def _wide(given: Any) -> Any:
+    if isinstance(given, CodedTensor):
+        weights = given.coded.widened()
+        return weights.mT.contiguous() if given.is_transposed else weights
+    return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
+
+
+def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns a product with the exact weights: rounded once, at its end. Loops compute it if they can."""
+    done = None if kwargs else _looped_product(func, args)
+    if done is not None:
+        return done
+    dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
+    done = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+    made: Tensor = done.to(dtype)
+    return made
+
+
+def _looped_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Returns the product by the loops. None: they do not compute it."""
+    bias: Tensor | None = None
+    ends: Any = None
+    match func, args:
+        case _aten.mm.default, (x, weights):
+            is_transposed = True
+        case _aten.addmm.default, (bias, x, weights):
+            is_transposed = True
+        case _aten.linear.default, (x, weights, *more):
+            is_transposed, bias = False, more[0] if more else None
+        case _aten._grouped_mm.default, (x, weights, ends):
+            is_transposed = True
+        case _:
+            return None
+    if not isinstance(weights, CodedTensor) or weights.is_transposed != is_transposed:
+        return None
+    given = weights.given
+    if isinstance(x, CodedTensor) or x.dtype != torch.bfloat16 or not isinstance(given, _Looped):
+        return None
+    rows, experts = x.reshape(-1, x.shape[-1]), None
+    if (ends is None) == (given.expert is None):
+        return None
+    if ends is not None:  # rows are sorted by expert
+        experts = torch.searchsorted(ends.long(), torch.arange(len(rows)), right=True)
+    product = given.multiply(rows, experts).view(*x.shape[:-1], -1)
+    return product if bias is None else product + bias
+
+
 # ---- operations on codes. A rule returns None for what it cannot do.
 
 
 def _same(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return tensor.with_coded(tensor.coded)
+    return CodedTensor(tensor.given, tensor.dtype, is_transposed=tensor.is_transposed)
 
 
 def _copy(tensor: Any, **kwargs: Any) -> Any:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device")
     if not dtype.is_floating_point or (device is not None and torch.device(device).type != "cpu"):
         return None
-    return CodedTensor(tensor.coded, dtype, is_transposed=tensor.is_transposed)
+    given = tensor.given if dtype == tensor.dtype else tensor.coded
+    return CodedTensor(given, dtype, is_transposed=tensor.is_transposed)
 
 
 def _on_parts(tensors: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) -> Any:
@@ -116,7 +247,25 @@ def _axis(tensor: Any, axis: int) -> int | None:
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     coded = next(one for one in tensors if isinstance(one, CodedTensor))
     axis = _axis(coded, dim)
+    if axis == 0 and (joined := _joined(tensors)) is not None:
+        return joined
     return None if axis is None else _on_parts(tensors, lambda parts: torch.cat(parts, axis))
+
+
+def _joined(tensors: Sequence[Any]) -> Any:
+    """Returns the outputs of linear layers that are in the order of loops, in that order."""
+    first = tensors[0]
+    if not all(isinstance(one, CodedTensor) and one.is_coded_like(first) for one in tensors):
+        return None
+    layers = [one.layers for one in tensors]
+    if first.dim() != 2 or None in layers:
+        return None
+    made = type(layers[0]).joined(layers)
+    return (
+        None
+        if made is None
+        else CodedTensor(_Looped(made, 0), first.dtype, is_transposed=first.is_transposed)
+    )
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -139,6 +288,10 @@ def _along(operation: Callable[..., Any]) -> Callable[..., Any]:
 def _select(tensor: Any, dim: int, index: int) -> Any:
     if dim % tensor.dim() >= tensor.dim() - 2:
         return None
+    given = tensor.given
+    if isinstance(given, _Looped) and tensor.dim() == 3:
+        one = _Looped(given.layers, int(index) % tensor.shape[0])
+        return CodedTensor(one, tensor.dtype, is_transposed=tensor.is_transposed)
     return _on_parts([tensor], lambda parts: _aten.select.int(parts[0], dim % tensor.dim(), index))
 
 
@@ -157,7 +310,7 @@ def _transpose(tensor: Any, one: int, other: int) -> Any:
     dims = tensor.dim()
     axes = {one % dims, other % dims}
     if axes == {dims - 1, dims - 2}:
-        return CodedTensor(tensor.coded, tensor.dtype, is_transposed=not tensor.is_transposed)
+        return CodedTensor(tensor.given, tensor.dtype, is_transposed=not tensor.is_transposed)
     if tensor.is_transposed or dims - 1 in axes:
         return None
     return _on_parts([tensor], lambda parts: parts[0].transpose(one % dims, other % dims))
@@ -186,6 +339,14 @@ def _embedding(tensor: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
     return None if tensor.is_transposed else rows.unpacked().view(*indices.shape, -1)
 
 
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten._grouped_mm.default,
+}
 _RULES: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,

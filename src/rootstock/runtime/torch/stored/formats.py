@@ -57,8 +57,10 @@ class UndecodableWeight(Exception):
 
 def unpacked_words(words: Tensor, bits: int) -> Tensor:
     """Unpacks int32 words […, n] to codes […, n · 32 / bits] uint8, the lowest bits first."""
-    steps = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (words[..., None] >> steps & (1 << bits) - 1).to(torch.uint8).flatten(-2)
+    codes = torch.empty(*words.shape, 32 // bits, dtype=torch.uint8)
+    for place in range(32 // bits):
+        codes[..., place] = words >> place * bits & (1 << bits) - 1
+    return codes.flatten(-2)
 
 
 def unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, group: int) -> CodedWeight:

@@ -1,0 +1,108 @@
+"""Directory in the user's cache that stands for a GGUF file: its metadata as the files that transformers reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import transformers
+import xxhash
+from gguf import GGMLQuantizationType, GGUFReader
+from transformers import AutoTokenizer
+from transformers.integrations.gguf import GgufHeader, read_gguf_metadata
+
+from rootstock.errors import ModelFileInvalid, ModelPathNotFound, shown
+from rootstock.runtime.gguf_files import TABLE, GgufTensor, stands_for_gguf
+from rootstock.runtime.model_files import user_cache_folder
+from rootstock.runtime.torch.stored.gguf_config import INVALID, configs_of
+
+_VERSION = 1  # of the files that are written
+
+
+def directory_of(model: str, files: Sequence[Path]) -> Path:
+    """Returns the directory with the configuration, the tokenizer and the table of tensors of GGUF files.
+
+    It is written if the cache does not have it. Raises ModelPathNotFound, ModelFileInvalid or ModelUnsupported.
+    """
+    stamp = xxhash.xxh3_128(f"{_VERSION} {transformers.__version__}".encode())
+    for file in files:
+        if not file.is_file():
+            raise ModelPathNotFound(model, f"there is no {file.name}")
+        found = file.stat()
+        stamp.update(f"\0{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}".encode())
+    target = user_cache_folder() / "gguf" / f"{files[0].stem}-{stamp.hexdigest()[:16]}"
+    if stands_for_gguf(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _write(model, [file.absolute() for file in files], made)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _write(model: str, files: Sequence[Path], directory: Path) -> None:
+    """Writes what stands for the files. The table comes last, because it marks a directory that is complete."""
+    first = files[0]
+    try:
+        metadata, _ = read_gguf_metadata(str(first))
+        tensors = [tensor for file in files for tensor in _table(file)]
+    except INVALID as error:
+        raise ModelFileInvalid(
+            model, first.name, f"it is not a GGUF file that can be read: {error}"
+        ) from error
+    described = metadata.get("split.count", 1)
+    if described != len(files):
+        raise ModelPathNotFound(
+            model, f"{first.name} is one of {described} files, and {len(files)} are there"
+        )
+    for name, fields in configs_of(model, first, metadata, tensors).items():
+        (directory / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(first.parent), gguf_file=first.name)
+        tokenizer.save_pretrained(str(directory))
+    except Exception as error:  # the tokenizer's own code may raise anything
+        raise ModelFileInvalid(model, first.name, f"its tokenizer cannot be read: {error}") from error
+    table = {"architecture": metadata["general.architecture"], "tensors": [asdict(one) for one in tensors]}
+    (directory / TABLE).write_text(json.dumps(table), encoding="utf-8")
+
+
+def _table(file: Path) -> list[GgufTensor]:
+    """Returns the tensors of a file, whose bytes all lie in it."""
+    kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
+    try:
+        header = GgufHeader.from_file(str(file))
+    except (
+        ValueError
+    ):  # a part that names no architecture, or a type of tensors that only gguf knows: it takes longer
+        found = [
+            (
+                t.name,
+                int(t.tensor_type),
+                [int(n) for n in reversed(t.shape)],
+                int(t.data_offset),
+                int(t.n_bytes),
+            )
+            for t in GGUFReader(file).tensors
+        ]
+    else:
+        found = [
+            (t.name, t.ggml_type, list(t.shape), header.data_start + t.offset, t.nbytes)
+            for t in header.tensors
+        ]
+    size = file.stat().st_size
+    for name, _, _, offset, nbytes in found:
+        if not 0 <= offset <= offset + nbytes <= size:
+            raise ValueError(f"the file ends before its tensor {shown(name)}")
+    return [
+        GgufTensor(name, kinds[kind], tuple(shape), str(file), offset, nbytes)
+        for name, kind, shape, offset, nbytes in found
+    ]
