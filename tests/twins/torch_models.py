@@ -126,9 +126,9 @@ def logit_errors(runtime: TorchRuntime, plain: Path, vocab: int, draws: int = 1)
     exact, own = (Dense(plain, dtype, attention="eager") for dtype in (torch.float32, torch.bfloat16))
     steps = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
     logits: dict[str, list[Any]] = {"exact": [], "own": [], "runtime": []}
+    allocate(runtime)
     for draw in range(draws):
         sequences = [random_tokens(vocab, n, n + 100 * draw) for n in (40, 21)]
-        allocate(runtime)
         logits["runtime"] += packed_logits(runtime, sequences, steps)
         logits["exact"] += map(exact.logits, sequences)
         logits["own"] += map(own.logits, sequences)
