@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from common import argument_parser, at_least, at_most, conclude, exactly
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from asking import generate, greedy, some_tokens
 from checkpoints import VOCAB
@@ -81,6 +84,10 @@ def main() -> None:
             place = Path(folder) / str(number)
             place.mkdir()
             stored, plain, vocab = save(place)
+            if stored.is_dir():
+                words = {f"w{i}": i for i in range(vocab)}
+                tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+                PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(stored)
             errors = {}
             for dtype in worst:
                 runtime = load(stored, dtype)

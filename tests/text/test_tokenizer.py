@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from checkpoints import chat_tokenizer
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.text.detokenizer import Detokenizer
@@ -275,6 +277,16 @@ def test_a_conversation_is_rendered_by_the_models_template() -> None:
 def test_the_templates_own_error_message_is_kept() -> None:
     with pytest.raises(ChatTemplateFailed, match="Roles are system, user and assistant, not wizard"):
         byte_level().render_chat([{"role": "wizard", "content": "abra"}], [])
+
+
+def test_the_template_of_a_processor_is_read(tmp_path: Path) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    assert not HFTokenizer.load(str(tmp_path)).has_chat_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    assert HFTokenizer.load(str(tmp_path)).has_chat_template
+    (tmp_path / "chat_template.json").write_text("[")
+    assert not HFTokenizer.load(str(tmp_path)).has_chat_template
 
 
 def test_a_model_without_a_template_names_the_remedy() -> None:

@@ -213,6 +213,8 @@ class HFTokenizer:
             raise TokenizerUnusable(model, f"{type(error).__name__}: {message}".rstrip(". ")) from error
         if _is_made_up(tokenizer, model):
             raise TokenizerUnusable(model, "the directory has no vocabulary")
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _template_of_processor(model)
         own = tokenizer.chat_template if chat_template is None else chat_template
         _refuse_broken_template(own, repr(model) if chat_template is None else "--chat-template")
         return cls(tokenizer, chat_template)
@@ -395,6 +397,17 @@ def _has_no_tokenizer_file(model: str) -> bool:
     names = ("tokenizer*.json", "*.model*", "*.tiktoken", "tekken.json", "vocab*")
     found = (path for name in names for path in directory.glob(name) if path.name != "tokenizer_config.json")
     return directory.is_dir() and next(found, None) is None
+
+
+def _template_of_processor(model: str) -> str | None:
+    """Returns the chat template that older models of text and images have in a file of their processor."""
+    file = Path(model) / "chat_template.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError):
+        return None
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _is_made_up(tokenizer: Any, model: str) -> bool:

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import logging as transformers_logging
 
@@ -104,16 +111,27 @@ def refuse_quantized_tensors(
         raise ModelUnsupported(model, (described or found).refusal(f"{CONFIG} does not say so"))
 
 
-def empty_model(
-    model: str, config: Any, *, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
-) -> nn.Module:
+def kind_of(model: str, config: Any) -> Any:
+    """Returns transformers' class that finds the architecture of a configuration: of models of text, and of models of
+    text and images for the ones that have no class of their text alone. Raises ModelUnsupported."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelUnsupported(model, f"transformers has no decoder of text for a {type(config).__name__}")
+
+
+def empty_model(model: str, config: Any, *, trust_remote_code: bool, kind: Any = None) -> nn.Module:
     """Builds the architecture without weights, on the meta device. Raises ModelUnsupported.
 
-    `kind` is transformers' class that finds the architecture of a configuration.
+    `kind` is transformers' class that finds the architecture of a configuration. None: `kind_of` the configuration.
     """
+    kind = kind or kind_of(model, config)
     try:
         with torch.device("meta"), quiet():
             built = kind.from_config(config, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise ModelUnsupported(model, f"it needs another package ({in_one_line(error)})") from error
     except Exception as error:  # the architecture's own code may raise anything
         raise ModelUnsupported(model, first_line(error)) from error
     assert isinstance(built, nn.Module)
@@ -146,7 +164,7 @@ def read_weights(
                 loaded, info = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
             else:
                 options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-                loaded, info = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
+                loaded, info = kind_of(model, config).from_pretrained(directory, config=config, **options)
     except UndecodableWeight as error:
         raise ModelUnsupported(model, f"its weights cannot be read as they are stored: {error}") from error
     except ImportError as error:  # the package of a quantization method is not installed

@@ -29,6 +29,13 @@ _KNOWN_KINDS = {
 def refuse_unknown_kinds(model: nn.Module) -> None:
     """Raises LayerUnsupported if the configuration alone shows it. The model may be on the meta device."""
     config = text_config(model)
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise LayerUnsupported("declares no decoder of text", module=type(model).__name__)
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
+        raise LayerUnsupported(
+            "has an encoder, and only decoders are served",
+            module=f"{type(model).__name__} (of {layer_class(model, 0)})",
+        )
     for index, kind in enumerate(declared_kinds(config)):
         if kind not in _KNOWN_KINDS:
             raise LayerUnsupported(
@@ -36,11 +43,6 @@ def refuse_unknown_kinds(model: nn.Module) -> None:
                 module=f"({layer_class(model, index)})",
                 layer=index,
             )
-    if getattr(config, "is_encoder_decoder", False):
-        raise LayerUnsupported(
-            "has an encoder, and only decoders are served",
-            module=f"{type(model).__name__} (of {layer_class(model, 0)})",
-        )
 
 
 def declared_kinds(config: Any) -> list[str]:

@@ -21,6 +21,7 @@ from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.state_pool import StateCache, TorchStateShape, shapes_of
 
 PROBE_TOKENS = 3
+_POSITIONS_MATTER = 0.1  # standard deviations of the logits: above rounding in any dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
         except (LayerUnsupported, *OutOfMemory):
             raise
         except Exception as error:  # from the model's own code, when it meets an unknown cache
-            raise LayerUnsupported(f"cannot use a cache from outside ({say(error)})", module=name) from error
+            reason = _refusal_of_text(model, device) or f"cannot use a cache from outside ({say(error)})"
+            raise LayerUnsupported(reason, module=name) from error
         found = cache.found(calling, logits.shape[-1])
         if found.keys or found.states:
             break
@@ -82,7 +84,52 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
                 module=f"({layer_class(model, index)})",
                 layer=index,
             )
+    _refuse_both_directions(found)
+    if device.type != "meta":
+        _refuse_other_positions(model, calling, device, name)
     return found
+
+
+def _refusal_of_text(model: nn.Module, device: torch.device) -> str:
+    """Returns the reason why a model cannot run on text alone, without any cache. "": it can."""
+    try:
+        with torch.inference_mode():
+            model(input_ids=_few_tokens(model, device)[None])
+    except Exception as error:  # from the model's own code
+        return f"does not run on text alone ({say(error)})"
+    return ""
+
+
+def _refuse_both_directions(found: Surveyed) -> None:
+    """Raises LayerUnsupported for attention to later positions: a prefix would depend on what follows it."""
+    for index, module in found.attention.items():
+        if getattr(module, "is_causal", True) is False:
+            raise LayerUnsupported(
+                "attends to later positions, too, so no two prompts share a prefix",
+                module=type(module).__name__,
+                layer=index,
+            )
+
+
+def _refuse_other_positions(model: nn.Module, calling: Calling, device: torch.device, name: str) -> None:
+    """Raises LayerUnsupported for a model that counts positions from another number than 0."""
+    if not calling.positions:
+        return
+    ids = _few_tokens(model, device)[None]
+    with torch.inference_mode():
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        given = model(
+            input_ids=ids, position_ids=torch.arange(PROBE_TOKENS, device=device)[None], use_cache=False
+        )
+    error = (given.logits[0].float() - own).square().mean().sqrt()
+    if error > _POSITIONS_MATTER * own.std():
+        raise LayerUnsupported("counts positions in a way of its own, not from 0 on", module=name)
+
+
+def _few_tokens(model: nn.Module, device: torch.device) -> Tensor:
+    """Returns tokens from the middle of the vocabulary, where no special ones are."""
+    first = text_config(model).vocab_size // 2
+    return torch.arange(first, first + PROBE_TOKENS, device=device)
 
 
 def forward_few(
