@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from embedding_models import save_embedding_model
+from gguf_checkpoints import save_gguf
 from rootstock.cache.families import ChunkedAttention, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cli import main as command
 from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.gguf_files import stands_for_gguf
 from rootstock.server.models.model_card import (
     bytes_per_checkpoint,
     bytes_per_token,
@@ -92,7 +94,22 @@ def test_models_check_prints_a_table_for_a_model_that_can_be_served(
         "dtype           float32, cache in float32, on cpu",
     ):
         assert line in out.splitlines()
+    assert re.search(r"^weights +safetensors \(F32\), [\d.]+ .iB; [\d.]+ .iB in memory$", out, re.MULTILINE)
+    assert re.search(r"^longest +512 tokens: a pool of [\d.]+ .iB has [\d,]+$", out, re.MULTILINE)
     assert re.search(r"^answers +a chat of \d+ tokens with \d+: ['\"]", out, re.MULTILINE)
+
+
+def test_models_check_names_the_types_of_a_gguf_file_and_pull_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, _ = save_gguf(tmp_path, "llama", lambda name: "Q8_0")
+    assert run(monkeypatch, *CHECK, str(file)) == 0
+    assert re.search(r"^weights +GGUF \(Q8_0, F32\), ", capsys.readouterr().out, re.MULTILINE)
+    assert run(monkeypatch, "pull", str(file)) == 0
+    assert stands_for_gguf(Path(capsys.readouterr().out.strip()))
+    assert run(monkeypatch, "pull", f"{tmp_path}:Q2_K") == 2
+    assert "not one is Q2_K" in capsys.readouterr().err
 
 
 def without_tokenizer(copy: Path) -> list[str]:

@@ -197,6 +197,19 @@ def check_model(config: Configuration, model: options.ModelPath) -> None:
 
 
 @app.command(cls=options.Command)
+@ctrl_c(AT_ONCE)
+@options.configured("runtime", "device", "trust-remote-code")
+def pull(config: Configuration, model: options.ModelPath) -> None:
+    """Fetch a model from the Hub, or the missing part of it, and print the directory that serve reads.
+
+    MODEL:Q4_K_M names one of several GGUF files."""
+    log_warnings()
+    with LoadProgress() as progress:
+        directory = locate_model(config.model, progress)
+    print(directory)
+
+
+@app.command(cls=options.Command)
 def demo() -> None:
     """Compare a server with and without its cache: three agents, a small model, no download."""
     from rootstock.bench.demo import run_demo

@@ -16,6 +16,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import ModelUnsupported, shown
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.select import leave_out_torch, load_embedder, locate_model
+from rootstock.units import in_units
 
 _MOST_TOKENS = 16  # of the answer
 _TEXT = "Hello"
@@ -47,7 +48,10 @@ def try_model(config: Configuration) -> list[tuple[str, str]]:
             directory=directory,
         )
         answer = _answered(model.model, replace(made, defaults=defaults), server)
-    return [*table_of(made.description, config.cache.block_size), ("answers", answer)]
+    fits = f"{min(made.pool_tokens, made.description.context_limit):,} tokens"
+    pool = f"a pool of {in_units(made.pool_bytes)} has {made.pool_tokens:,}"
+    rows = table_of(made.description, config.cache.block_size)
+    return [*rows, ("longest", f"{fits}: {pool}"), ("answers", answer)]
 
 
 def _answered(model: str, made: Assembly, server: ServerConfig) -> str:

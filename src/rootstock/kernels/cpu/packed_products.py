@@ -357,6 +357,7 @@ class PackedLayers:
         """Packs weights [experts, out, in] of bfloat16 with an even number of inputs. biases: [experts, out]"""
         experts, self._outputs, inputs = weights.shape
         self._packed = _pack(weights)
+        self.nbytes = self._packed.nbytes + (0 if biases is None else biases.nbytes)
         self.multiply = PackedProducts(self._packed.data_ptr(), (experts, self._outputs, inputs), biases)
 
     def unpacked(self) -> Tensor:

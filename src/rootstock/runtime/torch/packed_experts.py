@@ -110,6 +110,10 @@ class PackedExperts:
 
         return CodedLayers.of(coded(weights, rounding), biases)
 
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._down.nbytes
+
     def unpacked(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the names of parameters and the weights that are multiplied, in the module's own order of axes."""
         for name, layers in zip(self._names, (self._first, self._down), strict=True):

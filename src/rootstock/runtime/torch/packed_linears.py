@@ -478,6 +478,23 @@ def weight_of(module: nn.Linear, forward: object) -> Tensor:
     return module.weight
 
 
+def weight_nbytes(model: nn.Module) -> int:
+    """Returns the bytes of a model's weights in memory, in whatever form they are multiplied."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        match vars(module).get("forward"):
+            case _Packed(linear=linear) | _Member(together=_Together(linear=linear)):
+                found[id(linear)] = linear.nbytes
+            case PackedExperts() as experts:
+                found[id(experts)] = experts.nbytes
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if isinstance(tensor, CodedTensor):
+                found[_address(tensor)] = tensor.form.nbytes
+            else:
+                found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
 def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
     """Stacks plain weights in one tensor, of which each member keeps a view. Returns None if they are not plain."""
     first = group[0]

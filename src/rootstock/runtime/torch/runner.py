@@ -57,7 +57,7 @@ from rootstock.runtime.torch.inspect.survey import survey
 from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
 from rootstock.runtime.torch.memory_fit import refuse_large_adapter, refuse_too_large, weight_bytes
-from rootstock.runtime.torch.packed_linears import Packing, pack_linears, use_packed
+from rootstock.runtime.torch.packed_linears import Packing, pack_linears, use_packed, weight_nbytes
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
@@ -68,7 +68,9 @@ from rootstock.runtime.torch.weights import (
     read_config,
     read_weights,
     refuse_quantized_tensors,
+    stored_in_words,
 )
+from rootstock.units import in_units
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +203,8 @@ def load_model(
         lambda source: refuse_large_adapter(source, dtype, device) if config.memory_check else None,
     )
     with_graphs = device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
+    words = f"{stored_in_words(name, directory, files, tensors)}; {in_units(weight_nbytes(model))} in memory"
+    stored = replace(stored, description=replace(stored.description, weights=words))
     return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters)
 
 

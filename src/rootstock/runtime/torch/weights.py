@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,21 @@ def read_weights(
     if was_quantized and getattr(loaded.config, "quantization_config", None) is None:
         loaded = loaded.to(dtype)  # transformers has dequantized the weights, to a dtype of its own choice
     return loaded
+
+
+def stored_in_words(
+    model: str, directory: Path, files: Sequence[Path], stored: Sequence[StoredTensor] | Sequence[GgufTensor]
+) -> str:
+    """Returns the format of a model's files and their size."""
+    elements: Counter[str] = Counter()
+    for tensor in stored:
+        elements[tensor.dtype] += tensor.elements
+    size = in_units(sum(file.stat().st_size for file in files))
+    if stands_for_gguf(directory):
+        kinds = [kind for kind, _ in elements.most_common(3)]
+        return f"GGUF ({', '.join(kinds)}), {size}"
+    declared = quantization_of(read_json(model, directory, CONFIG))
+    return f"{declared.name if declared else f'safetensors ({elements.most_common(1)[0][0]})'}, {size}"
 
 
 def _coded_formats(model: str, directory: Path) -> list[StoredFormat]:

@@ -100,6 +100,7 @@ def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, 
     return [
         ("model", description.name),
         ("architecture", f"{description.architecture}, {description.parameters:,} parameters"),
+        *([("weights", description.weights)] if description.weights else []),
         ("runtime", description.runtime),
         (
             "runs",
