@@ -222,6 +222,33 @@ def save_quantized(directory: Path, model_type: str, format: str, **overrides: A
     return _save_both(directory, model_type, declared, is_quantized, quantize, **overrides)
 
 
+def quantize_in_place(directory: Path, declared: Mapping[str, Any], quantize: Quantize) -> Path:
+    """Quantizes the linear layers of a saved model of bfloat16, and returns its directory."""
+    tensors = load_file(directory / "model.safetensors")
+    quantized: Parts = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and _OF_LAYERS.search(name):
+            parts, _ = quantize(tensor)
+            quantized |= {
+                name.removesuffix(".weight") + end: part.contiguous() for end, part in parts.items()
+            }
+        else:
+            quantized[name] = tensor
+    save_file(quantized, directory / "model.safetensors", metadata={"format": "pt"})
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": dict(declared)}))
+    return directory
+
+
+def w4a16(group: int) -> tuple[dict[str, Any], Quantize]:
+    """Returns the settings and the quantizer of 4 bits in groups of so many inputs."""
+    weights = {"strategy": "group", "group_size": group, "num_bits": 4, "type": "int", "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    declared = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    declared |= {"ignore": ["lm_head"], "quantization_status": "compressed"}
+    return declared, compressed(PackedQuantizationCompressor, num_bits=4, strategy="group", group_size=group)
+
+
 def _save_both(
     directory: Path,
     model_type: str,

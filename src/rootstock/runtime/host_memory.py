@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class _ResourceUsage(ctypes.Structure):
 
 _RUSAGE_INFO_V0 = 0
 _M_ARENA_MAX, _HEAPS = -8, 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def physical_footprint(libc: Any) -> int | None:
@@ -124,6 +126,26 @@ def share_heaps_of(libc: Any) -> None:
     """Bounds the heaps of glibc. Each keeps up to 64 MiB at its end when a thread has freed it, for good."""
     if hasattr(libc, "malloc_trim"):  # glibc: others give mallopt's numbers other meanings, or none
         libc.mallopt(_M_ARENA_MAX, _HEAPS)
+
+
+@contextlib.contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Makes the C library map large blocks one by one, so that freeing one gives its memory back at once.
+
+    Otherwise glibc raises its limit for that to 32 MiB, and weights that are rewritten one by one leave holes.
+    """
+    libc = _libc()
+    if not hasattr(libc, "malloc_trim"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+    try:
+        yield
+    finally:
+        # As glibc leaves it: forwards reuse blocks of up to 32 MiB.
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def return_free_memory_of(libc: Any) -> None:

@@ -36,7 +36,6 @@ from torch.overrides import TorchFunctionMode
 from rootstock.errors import InvalidOption
 from rootstock.kernels.torch.linear import Linear, Plain, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
-from rootstock.runtime.host_memory import return_free_memory
 from rootstock.runtime.torch.fusion.base import Projection
 from rootstock.runtime.torch.packed_experts import (
     PackedExperts,
@@ -56,9 +55,7 @@ if TYPE_CHECKING:  # these modules import Numba, which only quantization needs
 _log = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 4
-_RETURNED_AT = (
-    1 << 26
-)  # numbers of weights that are packed: the memory of their old forms goes back to the system
+# numbers of weights that are packed: the memory of their old forms goes back to the system
 
 # Attributes and operations that do not read a weight's numbers.
 _SHAPE_ONLY = {
@@ -286,7 +283,7 @@ def _pack(
 ) -> None:
     """Packs linear layers, and reports how many numbers of weights are done."""
     jobs, numbers = _jobs(linears, ways, groups)
-    done = returned = 0
+    done = 0
     scratch = None
     if {"int8", "int4"} & set(ways.values()):
         from rootstock.kernels.torch.quantized_linear import DequantizeScratch
@@ -315,9 +312,6 @@ def _pack(
                 packing.rounded |= dict.fromkeys(each.names, error)
             if id(each) in numbers:
                 packing.groups[numbers[id(each)]] = linear
-        if done - returned > _RETURNED_AT:
-            return_free_memory()
-            returned = done
         progress(done)
 
 

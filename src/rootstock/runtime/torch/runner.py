@@ -34,7 +34,7 @@ from rootstock.runtime.base import (
     Segment,
 )
 from rootstock.runtime.gguf_files import tensors_in
-from rootstock.runtime.host_memory import free_host_bytes, refuse_host_tier
+from rootstock.runtime.host_memory import free_host_bytes, large_blocks_apart, refuse_host_tier
 from rootstock.runtime.memory_fit import Demands, refuse_hopeless_budget, refuse_longer_context
 from rootstock.runtime.model_config import context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
@@ -130,7 +130,8 @@ def load_model(
         if demands.kv_budget is not None:
             _refuse_hopeless_budget(config, declared, dtype, demands)
         report("load", 0.0)
-        model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
+        with large_blocks_apart():
+            model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)
@@ -183,14 +184,15 @@ def load_model(
         trial_logits, served.description, lambda tuning: TorchRuntime(model, served, tuning)
     )
     allowed = functools.partial(rounding, model, served.description)
-    packing = pack_linears(
-        model,
-        [projection.linears for projection in projections],
-        exercise,
-        allowed,
-        lambda done: report("pack", done),
-        config.quantize,
-    )
+    with large_blocks_apart():
+        packing = pack_linears(
+            model,
+            [projection.linears for projection in projections],
+            exercise,
+            allowed,
+            lambda done: report("pack", done),
+            config.quantize,
+        )
     use_packed(projections, packing, exercise, allowed)
     _tell_what_was_not_rounded(packing, config.quantize)
     stored = _with_quantized_cache(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")

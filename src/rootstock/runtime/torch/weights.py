@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 
 from rootstock.errors import ModelFileInvalid, ModelUnsupported, ModelWeightsMissing
 from rootstock.runtime.gguf_files import GgufTensor, architecture_in, stands_for_gguf, tensors_in
-from rootstock.runtime.host_memory import return_free_memory
 from rootstock.runtime.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -51,8 +50,6 @@ from rootstock.runtime.torch.stored.gguf import UNPACKED, gguf_state
 from rootstock.units import in_units
 
 _log = logging.getLogger(__name__)
-
-_RETURNED_AT = 64 << 20  # freed bytes that go back to the system
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -240,7 +237,6 @@ def _unquantized(config: Any) -> Any:
 def _finish_coded(loaded: Any, directory: Path) -> None:
     """Packs coded weights that products multiply, unpacks others but for embeddings, and reads the settings that a
     model without a directory lacks."""
-    freed = _RETURNED_AT  # loading has freed the files' own bytes
     embeddings = {id(each.weight) for each in loaded.modules() if type(each) is nn.Embedding}
     for module in loaded.modules():
         multiplied = type(module) is nn.Linear or are_experts(module)
@@ -249,11 +245,7 @@ def _finish_coded(loaded: Any, directory: Path) -> None:
                 continue
             made = parameter.looped() if multiplied else parameter.unpacked()
             module._parameters[name] = nn.Parameter(made, requires_grad=False)
-            freed += parameter.form.nbytes
             del parameter, made
-            if freed > _RETURNED_AT:
-                return_free_memory()
-                freed = 0
     if (directory / GENERATION_CONFIG).exists():
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,32 +53,46 @@ class GgufWeight:
 
 def read_tensor(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
     """Reads a tensor: coded if codes can have its type, and otherwise in floats, of `dtype` if it was quantized."""
-    data = torch.from_numpy(np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.offset))
-    if len(data) != tensor.nbytes:
+    if tensor.offset + tensor.nbytes > Path(tensor.file).stat().st_size:
         raise UndecodableWeight(f"{tensor.name}: its file has become shorter")
+    # The map is private, so that torch may take it for memory of its own. Nothing writes there.
+    mapped = np.memmap(tensor.file, np.uint8, "c", tensor.offset, (tensor.nbytes,))
+    data = torch.from_numpy(mapped)
     if (own := _FLOATS.get(tensor.dtype)) is not None:
-        return data.view(own).view(tensor.shape)
-    rows = data.view(*tensor.shape[:-1], -1)
+        return data.clone().view(own).view(tensor.shape)
+    rows = data.view(-1, tensor.nbytes * tensor.shape[-1] // tensor.elements)
     if tensor.dtype in KEPT and len(tensor.shape) > 1:
         weight = _decoded(tensor.dtype, rows)
+        weight = weight.rebuilt(each.view(*tensor.shape[:-1], -1) for each in weight.tensors())
         if problem := weight.problem():
             raise UndecodableWeight(f"{tensor.name}: {problem}")
         return CodedTensor(weight, dtype)
     types = {name: kind for kind, name in GGML_NAME.items()}
     if tensor.dtype not in types:
         raise UndecodableWeight(f"{tensor.name}: the type {tensor.dtype} is not read")
-    numbers: Tensor = dequantize(rows, types[tensor.dtype], torch.float32)
-    return numbers.view(tensor.shape).to(dtype)
+    parts = (dequantize(part, types[tensor.dtype], torch.float32).to(dtype) for part in _split(rows))
+    return torch.cat(list(parts)).view(tensor.shape)
+
+
+def _split(rows: Tensor) -> Sequence[Tensor]:
+    """Splits rows of blocks into parts that are decoded at once, because that takes several bytes a number."""
+    return torch.split(rows, max(1, _AT_ONCE // rows.shape[1]))
 
 
 def _decoded(kind: str, rows: Tensor) -> CodedWeight:
-    """Decodes rows […, out, bytes] some at a time: what lies in between takes several bytes for each code."""
-    flat = rows.flatten(0, -2)
-    parts = [weight_of_blocks(kind, part) for part in torch.split(flat, max(1, _AT_ONCE // flat.shape[1]))]
-    if len({(tuple(part.values.tolist()), part.minima is None) for part in parts}) > 1:
-        parts = [weight_of_blocks(kind, flat)]
-    joined = [torch.cat(each) for each in zip(*(part.tensors() for part in parts), strict=True)]
-    return parts[0].rebuilt(each.view(*rows.shape[:-1], -1) for each in joined)
+    """Decodes rows [out, bytes], a part at a time into memory of the whole."""
+    parts = _split(rows)
+    first = weight_of_blocks(kind, parts[0])
+    whole = [torch.empty(len(rows), each.shape[-1], dtype=each.dtype) for each in first.tensors()]
+    done = 0
+    for part in parts:
+        weight = first if done == 0 else weight_of_blocks(kind, part)
+        if (weight.minima is None) != (first.minima is None) or not torch.equal(weight.values, first.values):
+            return weight_of_blocks(kind, rows)  # a part that needs another form
+        for into, each in zip(whole, weight.tensors(), strict=True):
+            into[done : done + len(part)] = each
+        done += len(part)
+    return first.rebuilt(iter(whole))
 
 
 def gguf_state(
