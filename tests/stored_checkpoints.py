@@ -149,6 +149,52 @@ def bitsandbytes_8(weight: Tensor) -> tuple[Parts, Tensor]:
     return {".weight": codes, ".SCB": largest}, codes.float() * (largest[:, None] / 127)
 
 
+# Of NF4 (Dettmers et al. 2023, arXiv 2305.14314), as bitsandbytes has them.
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+        *(0.7229568362236023, 1.0),
+    ]
+)
+
+
+def bitsandbytes_4(group: int, *, nested: bool) -> Quantize:
+    """Returns a quantizer to NF4. If `nested`, scales are codes of 8 bits about their mean."""
+
+    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
+        groups = weight.float().reshape(-1, group)
+        scales = groups.abs().amax(1)
+        codes = (groups[..., None] / scales[:, None, None] - NF4).abs().argmin(-1).to(torch.uint8).flatten()
+        described = {
+            "quant_type": "nf4",
+            "blocksize": group,
+            "dtype": "bfloat16",
+            "shape": list(weight.shape),
+        }
+        parts = {".weight": (codes[::2] << 4 | codes[1::2])[:, None], ".weight.quant_map": NF4.clone()}
+        if nested:
+            table, middle, of_scales = torch.linspace(-1, 1, 256), float(scales.mean()), 256
+            padded = torch.nn.functional.pad(scales - middle, (0, -len(scales) % of_scales)).view(
+                -1, of_scales
+            )
+            outer = padded.abs().amax(1)
+            own = (padded[..., None] / outer[:, None, None] - table).abs().argmin(-1).flatten()[: len(scales)]
+            scales = table[own] * outer.repeat_interleave(of_scales)[: len(scales)] + middle
+            parts |= {".weight.absmax": own.to(torch.uint8), ".weight.nested_absmax": outer}
+            parts |= {".weight.nested_quant_map": table.clone()}
+            described |= {"nested_blocksize": of_scales, "nested_dtype": "float32", "nested_offset": middle}
+        else:
+            parts[".weight.absmax"] = scales
+        state = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
+        parts[".weight.quant_state.bitsandbytes__nf4"] = state
+        numbers = NF4[codes.long()].view(-1, group) * scales[:, None]
+        return parts, numbers.view(weight.shape)
+
+    return quantize
+
+
 _GROUPS_OF_32 = {"group_0": {"targets": ["Linear"], "weights": {"strategy": "group", "group_size": 32}}}
 
 FORMATS: Mapping[str, tuple[dict[str, Any], Quantize]] = {
@@ -187,6 +233,8 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Quantize]] = {
     ),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32)),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8),
+    "NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bitsandbytes_4(64, nested=False)),
+    "NF4 nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bitsandbytes_4(32, nested=True)),
 }
 
 

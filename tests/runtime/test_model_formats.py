@@ -336,7 +336,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return build
 
 
-READ = {"compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "old bitsandbytes"}
+READ = {"compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "bitsandbytes", "old bitsandbytes"}
 NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "3 bits of gptq": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ (3 bits)"),
     "gemv of awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (4 bits)"),
@@ -383,13 +383,15 @@ def test_the_torch_runtime_refuses_before_it_reads(
     assert "\n" not in message
 
 
-def test_the_torch_runtime_refuses_an_mlx_repository(copy: Path, refused: Callable[..., str]) -> None:
-    fields = {"group_size": 64, "bits": 4}
+@pytest.mark.parametrize(
+    "fields", [{"mode": "mxfp4"}, {"bits": 7}, {"model.embed_tokens": {"group_size": 16}}]
+)
+def test_the_torch_runtime_refuses_an_mlx_repository(
+    copy: Path, refused: Callable[..., str], fields: dict[str, Any]
+) -> None:
+    fields = {"group_size": 64, "bits": 4} | fields
     edit(copy / "config.json", quantization=fields, quantization_config=fields)
-    assert (
-        "quantized by MLX (4 bits), which the torch runtime does not read: serve it with --runtime mlx"
-        in (refused(copy))
-    )
+    assert "which the torch runtime does not read: serve it with --runtime mlx" in (refused(copy))
 
 
 @pytest.mark.parametrize("described", [False, True])

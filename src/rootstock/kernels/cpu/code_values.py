@@ -103,10 +103,8 @@ def write_values(typing: Any, bits: Any, codes: Any, pairs: Any, table: Any, out
 
 
 def table_of(values: Tensor) -> Tensor:
-    """Returns the table [64 or 256] uint8 that loops read, of 16 or 128 values that bfloat16 has."""
-    exact = values.to(torch.bfloat16)
-    assert torch.equal(exact.double(), values.double())
-    bits = exact.view(torch.int16)
+    """Returns the table [64 or 256] uint8 that loops read, of 16 or 128 values, which are rounded to bfloat16."""
+    bits = values.to(torch.bfloat16).view(torch.int16)
     if len(bits) == 16:
         return bits.repeat(2).view(torch.uint8)
     assert len(bits) == 128

@@ -41,9 +41,8 @@ class CodedWeight:
     """Weights […, out, in]."""
 
     codes: Tensor  # […, out, in] uint8, or […, out, in / 2] with two codes of 4 bits, the first one low
-    values: (
-        Tensor  # [16] or [128] float32 that bfloat16 has; a code of 8 bits is a place, plus 128 if negative
-    )
+    # [16] or [128] float32, which loops round to bfloat16. A code of 8 bits is a place, plus 128 if negative.
+    values: Tensor
     scales: Numbers  # of the groups
     minima: Numbers | None
     group: int  # inputs of a group, an even number; the last group may have fewer

@@ -43,13 +43,20 @@ from rootstock.runtime.model_formats import (
     quantization_settings,
 )
 from rootstock.runtime.torch.packed_experts import are_experts
-from rootstock.runtime.torch.stored.checkpoint import lazy_state
+from rootstock.runtime.torch.stored.checkpoint import lazy_state, with_names_of_mlx
 from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
 from rootstock.runtime.torch.stored.formats import StoredFormat, UndecodableWeight, formats_of
 from rootstock.runtime.torch.stored.gguf import UNPACKED, gguf_state
 from rootstock.units import in_units
 
 _log = logging.getLogger(__name__)
+
+# Models whose numbers mlx-lm stores as transformers does, but for their names and the order of axes. Of others it
+# changes norms, or splits and scales weights.
+_SAME_IN_MLX = {
+    *("gemma2", "gemma3_text", "granite", "lfm2", "llama", "mistral", "olmo2", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+}
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
@@ -84,7 +91,7 @@ def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
     declared = quantization_of(read_json(model, directory, CONFIG))
     if declared is None:
         return
-    if formats_of(declared.method, quantization_settings(read_json(model, directory, CONFIG))):
+    if _coded_formats(model, directory):
         return
     if not declared.method or declared.method == MLX:
         raise ModelUnsupported(model, declared.refusal())
@@ -159,6 +166,8 @@ def read_weights(
                     state = gguf_state(of_gguf, architecture_in(directory), empty, dtype)
                 else:
                     state = lazy_state(weight_files(model, directory), formats, dtype, opened)
+                    if formats and _is_of_mlx(model, directory):
+                        state = with_names_of_mlx(state)
                 loaded, info = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
             else:
                 options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
@@ -221,7 +230,14 @@ def _coded_formats(model: str, directory: Path) -> list[StoredFormat]:
     """Returns the formats of weights that are kept as stored; none for a model that is not quantized so."""
     fields = read_json(model, directory, CONFIG)
     declared = quantization_of(fields)
-    return [] if declared is None else formats_of(declared.method, quantization_settings(fields))
+    if declared is None or (declared.method == MLX and fields.get("model_type") not in _SAME_IN_MLX):
+        return []
+    return formats_of(declared.method, quantization_settings(fields))
+
+
+def _is_of_mlx(model: str, directory: Path) -> bool:
+    declared = quantization_of(read_json(model, directory, CONFIG))
+    return declared is not None and declared.method == MLX
 
 
 def _unquantized(config: Any) -> Any:

@@ -91,7 +91,9 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
 
 
 def _refusal_of_text(model: nn.Module, device: torch.device) -> str:
-    """Returns the reason why a model cannot run on text alone, without any cache. "": it can."""
+    """Returns the reason why a model of text and images cannot run on text alone. "": it can, or takes no images."""
+    if "pixel_values" not in inspect.signature(type(model).forward).parameters:
+        return ""
     try:
         with torch.inference_mode():
             model(input_ids=_few_tokens(model, device)[None])

@@ -34,6 +34,43 @@ class StoredWeight:
         return CodedTensor(decoded.weight, self._dtype, is_transposed=decoded.is_transposed)
 
 
+class _Experts:
+    """Gates and inputs of experts, which mlx-lm has apart. Indexing with `...` reads both, one behind the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.cat([part[index] for part in self._parts], 1)
+
+
+class _Kernel:
+    """Kernel of a convolution, which mlx-lm has as [channels, width, 1]."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __getitem__(self, index: Any) -> Tensor:
+        kernel: Tensor = self._stored[index]
+        return kernel.mT.contiguous() if kernel.shape[-1] == 1 else kernel
+
+
+def with_names_of_mlx(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict of a repository of mlx-lm by transformers' names and orders."""
+    found: dict[str, Any] = {}
+    for name, stored in state.items():
+        head, _, tail = name.rpartition(".switch_mlp.")
+        if head and tail == "gate_proj.weight":
+            found[f"{head}.experts.gate_up_proj"] = _Experts(
+                [stored, state[f"{head}.switch_mlp.up_proj.weight"]]
+            )
+        elif head and tail == "down_proj.weight":
+            found[f"{head}.experts.down_proj"] = stored
+        elif not head:
+            found[name] = _Kernel(stored) if name.endswith(("conv.weight", "conv1d.weight")) else stored
+    return found
+
+
 def lazy_state(
     files: Sequence[Path], formats: Sequence[StoredFormat], dtype: torch.dtype, opened: ExitStack
 ) -> dict[str, Any]:

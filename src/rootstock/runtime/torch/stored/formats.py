@@ -6,6 +6,7 @@ exactly; only a minimum that is no multiple of its scale is rounded, to float32.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from rootstock.kernels.torch.coded_weight import (
     CENTRED,
     INTEGERS,
+    UNSIGNED,
     CodedWeight,
     Numbers,
     nibbles,
@@ -250,6 +252,79 @@ def _bitsandbytes_8(parts: Parts, sizes: GroupSizes) -> Decoded:
     return Decoded(signed(weight, scales, weight.shape[1]))
 
 
+def _bitsandbytes_4(parts: Parts, sizes: GroupSizes) -> Decoded:
+    """Decodes NF4 and FP4, whose scales may be codes themselves (Dettmers et al. 2023, arXiv 2305.14314)."""
+    [state] = (part for end, part in parts.items() if ".quant_state." in end)
+    try:
+        described = json.loads(bytes(state.tolist()))
+        outputs, inputs = (int(n) for n in described["shape"])
+        group, middle = int(described["blocksize"]), float(described.get("nested_offset", 0.0))
+        of_scales = int(described.get("nested_blocksize", 1))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UndecodableWeight("its quantization state is not described") from error
+    if group <= 0 or of_scales <= 0 or inputs % group:
+        raise UndecodableWeight(f"{inputs} inputs are not in groups of {group}")
+    scales = parts[".weight.absmax"]
+    if ".weight.nested_absmax" in parts:
+        outer = parts[".weight.nested_absmax"].repeat_interleave(of_scales)[: len(scales)]
+        scales = parts[".weight.nested_quant_map"][scales.int()] * outer + middle
+    packed = parts[".weight"].flatten()
+    codes = (packed >> 4 | packed << 4).view(outputs, inputs // 2)  # the first code is the high one
+    values = parts[".weight.quant_map"].float()
+    return Decoded(CodedWeight(codes, values, Numbers(scales.view(outputs, -1)), None, group))
+
+
+# ---- MLX
+
+
+def _mlx(bits: int, group: int, path: str = "") -> Callable[[Parts, GroupSizes], Decoded]:
+    """Returns the decoder of weights scale · code + bias, whose codes are a stream of bits. `path` begins the names
+    of the tensors."""
+
+    def decode(parts: Parts, sizes: GroupSizes) -> Decoded:
+        words, scales, biases = (parts[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
+        codes = _stream(words, bits)
+        if codes.shape[-1] != scales.shape[-1] * group:
+            raise UndecodableWeight(
+                f"{codes.shape[-1]} inputs have {scales.shape[-1]} scales of groups of {group}"
+            )
+        if bits <= 4:
+            return Decoded(CodedWeight(nibbles(codes), UNSIGNED, Numbers(scales), Numbers(biases), group))
+        minima = biases.float() + 127.5 * scales.float()
+        return Decoded(CodedWeight(about_the_middle(codes), HALVES, Numbers(scales), Numbers(minima), group))
+
+    return decode
+
+
+def _stream(words: Tensor, bits: int) -> Tensor:
+    """Unpacks words […, n] of 32 bits to codes […, 32 n / bits] uint8, the lowest bits first. A code may be in two
+    words; eight codes are as many bytes as a code has bits."""
+    octets = torch.unflatten(words.contiguous().view(torch.uint8), -1, (-1, bits))
+    codes = torch.empty(*octets.shape[:-1], 8, dtype=torch.uint8)
+    for place in range(8):
+        first, shift = divmod(place * bits, 8)
+        code = octets[..., first] >> shift
+        if shift + bits > 8:
+            code = code | octets[..., first + 1] << 8 - shift
+        codes[..., place] = code & (1 << bits) - 1
+    return codes.flatten(-2)
+
+
+def _formats_of_mlx(config: Mapping[str, Any], sizes: GroupSizes) -> list[StoredFormat]:
+    """Returns the formats of a repository of mlx-lm: of the weights that its configuration names, and of all others.
+    None if one is not read."""
+    named = {path: own for path, own in config.items() if isinstance(own, dict)}
+    formats = []
+    for path, own in (*named.items(), ("", config)):
+        bits, group = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size"))
+        is_affine = own.get("mode", config.get("mode", "affine")) == "affine"
+        if not is_affine or bits not in (2, 3, 4, 5, 6, 8) or group not in (32, 64, 128):
+            return []
+        ends = tuple(f"{path}.{name}" for name in ("scales", "weight", "biases"))
+        formats.append(StoredFormat(ends, _mlx(bits, group, path), sizes, name=f"{path}.weight"))
+    return formats
+
+
 _COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}
 
 
@@ -285,6 +360,19 @@ def formats_of(method: str, config: Mapping[str, Any]) -> list[StoredFormat]:
             return [StoredFormat((".qweight", ".qzeros", ".scales"), _awq, sizes)]
         case "mxfp4":
             return [StoredFormat(("_blocks", "_scales"), _mxfp4, sizes, name="")]
+        case "bitsandbytes" if config.get("load_in_4bit") is True:
+            ends = (".weight.absmax", ".weight", ".weight.quant_map")
+            states = (f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+            return [
+                StoredFormat(
+                    ends,
+                    _bitsandbytes_4,
+                    sizes,
+                    (".weight.nested_absmax", ".weight.nested_quant_map", *states),
+                )
+            ]
+        case "mlx":
+            return _formats_of_mlx(config, sizes)
         case "bitsandbytes" if config.get("load_in_8bit") is True:
             return [StoredFormat((".SCB", ".weight"), _bitsandbytes_8, sizes, (".weight_format",))]
     return []

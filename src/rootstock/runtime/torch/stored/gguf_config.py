@@ -18,6 +18,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
 from rootstock.errors import ModelUnsupported, shown
 from rootstock.runtime.gguf_files import GgufTensor
+from rootstock.runtime.model_files import in_one_line
 
 # What broken or hostile metadata makes a reader raise.
 INVALID = (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError, struct.error)
@@ -30,8 +31,9 @@ def configs_of(
     architecture = metadata["general.architecture"]
     try:
         config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-    except INVALID as error:
-        reason = f"transformers does not read GGUF files of the architecture {shown(architecture)}: {error}"
+    except Exception as error:  # the code that makes a configuration checks it, and may raise anything
+        said = in_one_line(error)
+        reason = f"transformers does not read GGUF files of the architecture {shown(architecture)}: {said}"
         raise ModelUnsupported(model, reason) from error
     fields = config.to_dict()
     prefix = f"{architecture}."
@@ -104,7 +106,6 @@ _REPEATED = {
     "block_count",
     "context_length",
     "feed_forward_length",
-    "leading_dense_block_count",
     "vocab_size",
 }
 # Keys that change nothing where they have this value.
@@ -117,6 +118,7 @@ _NEUTRAL = {
 _NEUTRAL |= {
     "expert_count": 0,
     "expert_used_count": 0,
+    "leading_dense_block_count": 0,
     "nextn_predict_layers": 0,
     "attention.max_alibi_bias": 0.0,
 }
