@@ -272,8 +272,8 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Adds a byte-level vocabulary, with tokens of turns and one that a person added."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokens = [*bytes_to_unicode().values(), "<|end|>", "<|turn_end|>", "<think>", "he", "ll"]
-    control = ("<|end|>", "<|turn_end|>", "<|system|>", "<|user|>", "<|assistant|>")
+    tokens = [*bytes_to_unicode().values(), "<|end|>", "<|im_end|>", "<think>", "he", "ll"]
+    control = ("<|end|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
     tokens += [token for token in control if token not in tokens]
     tokens += [f"<unused{i}>" for i in range(TOKENS - len(tokens))]
     kinds = gguf.TokenType
@@ -293,7 +293,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_token_types(types)
     writer.add_token_merges(["h e", "l l"])
     writer.add_eos_token_id(tokens.index("<|end|>"))
-    writer.add_eot_token_id(tokens.index("<|turn_end|>"))
+    writer.add_eot_token_id(tokens.index("<|im_end|>"))
     writer.add_pad_token_id(tokens.index("<|end|>"))
     writer.add_add_bos_token(False)
     writer.add_chat_template(SIMPLE_TEMPLATE)

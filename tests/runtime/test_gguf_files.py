@@ -8,7 +8,7 @@ import pytest
 
 from gguf_checkpoints import save_gguf
 from rootstock.config import ModelConfig
-from rootstock.errors import ModelPathNotFound, ModelUnsupported
+from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelUnsupported
 from rootstock.runtime.gguf_files import has_gguf, model_of, parts_of, stands_for_gguf, variant_of
 from rootstock.runtime.model_files import locate, names_here, public_name, weight_files
 from rootstock.runtime.select import choose_runtime, locate_model
@@ -32,6 +32,10 @@ FOLDERS = ["Q4_K_M/a-00001-of-00002.gguf", "Q4_K_M/a-00002-of-00002.gguf", "Q8_0
         (FOLDERS, "", FOLDERS[:2]),
         (FOLDERS, "Q8_0", FOLDERS[2:]),
         (["README.md", "model.safetensors"], "", []),
+        (["a.Q8_0.gguf", "a.mmproj-Q8_0.gguf", "a.imatrix.gguf"], "Q8_0", ["a.Q8_0.gguf"]),
+        (["model.gguf", "A-mmproj-f16.gguf", "A-imatrix.gguf"], "", ["model.gguf"]),
+        (["a-UD-Q4_K_M.gguf", "a-Q4_K_M.gguf"], "", ["a-Q4_K_M.gguf"]),
+        (["a-UD-Q4_K_M.gguf"], "Q4_K_M", ["a-UD-Q4_K_M.gguf"]),
     ],
 )
 def test_the_files_of_a_model_are_found(names: list[str], variant: str, files: list[str]) -> None:
@@ -97,6 +101,9 @@ def test_a_directory_is_written_once_for_a_file(cache: Path, tmp_path: Path) -> 
     assert names_here(str(file)) == ["llama.gguf"]
     save_gguf(tmp_path / "m", "llama", lambda name: "F16", seed=1)
     assert located(file) != directory
+    with pytest.raises(ModelFileInvalid, match=r"llama\.gguf .*has changed"):
+        weight_files("m", directory)
+    assert names_here(f"{tmp_path / 'm'}:F16") == ["llama.gguf"]
     assert not list(cache.rglob(".*"))
 
 

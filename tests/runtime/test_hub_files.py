@@ -15,7 +15,7 @@ import pytest
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelError, ModelUnsupported, ModelWeightsMissing, StartupError
 from rootstock.runtime import select
-from rootstock.runtime.model_files import names_here
+from rootstock.runtime.model_files import locate, names_here
 from rootstock.runtime.select import choose_runtime, locate_model
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -115,6 +115,20 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.mark.parametrize(("variant", "fetched"), [("", "a-Q4_K_M.gguf"), (":Q8_0", "sub/a-Q8_0.gguf")])
+def test_one_gguf_file_of_a_repository_is_fetched(hub: Make, variant: str, fetched: str) -> None:
+    made = hub({"a-Q4_K_M.gguf", "sub/a-Q8_0.gguf", "mmproj-a-f16.gguf", "README.md"}, ["torch"])
+    opened: list[Path] = []
+
+    def open_gguf(model: str, files: Sequence[Path]) -> Path:
+        opened.extend(files)
+        return files[0].parent
+
+    locate(f"maker/model{variant}", with_code=False, progress=lambda stage, done: None, open_gguf=open_gguf)
+    assert made.fetched() == {fetched}
+    assert [file.name for file in opened] == [Path(fetched).name]
 
 
 def find(**options: Any) -> Path:

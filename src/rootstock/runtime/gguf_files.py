@@ -23,7 +23,10 @@ _USUAL = "Q4_K_M"  # llama.cpp takes it, too, where a repository has several
 _MOST_LISTED = 8
 _GRAPH = "openvino_model.xml"
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
-_PROJECTOR = re.compile(r"(^|/)mmproj", re.IGNORECASE)  # of images
+_NO_MODEL = re.compile(
+    r"(^|[-._/])(mmproj|imatrix)([-._]|$)", re.IGNORECASE
+)  # projectors of images, importances
+_ADAPTED = re.compile(r"(^|[-._/])(UD|i1)[-._]", re.IGNORECASE)  # variants of a type with other types inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def model_of(model: str, names: Iterable[str], variant: str) -> list[str]:
     """
     models: dict[str, list[str]] = {}
     for name in sorted(names):
-        if is_gguf(name) and not _PROJECTOR.search(name):
+        if is_gguf(name) and not _NO_MODEL.search(name):
             stem = name[: -len(".gguf")]
             models.setdefault(_SHARD.sub("", stem), []).append(name)
     if not models and not variant:
@@ -81,6 +84,8 @@ def model_of(model: str, names: Iterable[str], variant: str) -> list[str]:
     chosen = [stem for stem in models if wanted.search(stem)]
     if not variant and len(models) == 1:
         chosen = list(models)
+    if len(chosen) > 1:
+        chosen = [stem for stem in chosen if not _ADAPTED.search(stem)] or chosen
     if len(chosen) != 1:
         listed = ", ".join(name for stem in list(models)[:_MOST_LISTED] for name in models[stem][:1])
         found = "no GGUF file" if not models else f"several GGUF files ({listed})"
@@ -124,6 +129,18 @@ def tensors_in(directory: Path) -> list[GgufTensor]:
         return []
     listed = json.loads((directory / TABLE).read_text(encoding="utf-8"))
     return [GgufTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed["tensors"]]
+
+
+def stamp_of(file: Path) -> list[int]:
+    """Returns what shows that a file has changed: its size and the time of its last change in nanoseconds."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def changed_in(directory: Path) -> str:
+    """Returns the name of a GGUF file that has changed since the directory that stands for it was written, or ""."""
+    listed = json.loads((directory / TABLE).read_text(encoding="utf-8"))["files"]
+    return next((Path(file).name for file, stamp in listed.items() if stamp_of(Path(file)) != stamp), "")
 
 
 def architecture_in(directory: Path) -> str:

@@ -25,6 +25,7 @@ from rootstock.errors import (
 )
 from rootstock.runtime.gguf_files import (
     OpenGguf,
+    changed_in,
     has_gguf,
     is_gguf,
     model_of,
@@ -107,7 +108,8 @@ def names_here(model: str) -> list[str] | None:
     """Returns the names of a model's files on this machine: in its directory, or in its snapshot in the Hub's local
     cache. None: it is not on this machine."""
     try:
-        path = Path(variant_of(model)[0]).expanduser()
+        name, variant = variant_of(model)
+        path = Path(name).expanduser()
         if path.is_file():
             return [path.name]
         if not path.is_dir():
@@ -117,7 +119,9 @@ def names_here(model: str) -> list[str] | None:
             path = Path(snapshot_download(str(path), allow_patterns=[CONFIG], local_files_only=True))
     except (OSError, ValueError, RuntimeError):
         return None
-    return names_in(path)
+    names = names_in(path)
+    names += [each for each in names_below(path, names) if is_gguf(each)]
+    return [each for each in names if is_gguf(each)] if variant else names
 
 
 def _local_directory(model: str, open_gguf: OpenGguf) -> Path | None:
@@ -203,24 +207,14 @@ def _fetched(
     try:
         # Weight files are fetched by name, because repositories hold other copies of the weights too.
         directory = Path(snapshot_download(name, allow_patterns=patterns))
-        has_config = (directory / CONFIG).is_file()
         here = names_in(directory)
         names = [*here, *_names_on_hub(name)]
         with_below = {*names, *names_below(directory, here)}
-        if (variant or has_gguf(with_below)) and (files := model_of(model, with_below, variant)):
-            directory = Path(snapshot_download(name, allow_patterns=files))
-            progress("download", 1.0)
-            return open_gguf(model, [directory / file for file in files])
-        weights = [OPENVINO_GRAPH, OPENVINO_WEIGHTS]
-        is_graph = has_config and takes_graph(names)
-        if not is_graph:
-            weights = _named_weights(model, directory)
-        if has_config:
-            snapshot_download(model, allow_patterns=[*patterns, *weights])
-        if not is_graph and not (has_config and all((directory / name).is_file() for name in weights)):
-            _refuse_format(model, [*names, *names_below(directory, names)], directory)
-        if not has_config:
-            raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
+        of_gguf = model_of(model, with_below, variant) if variant or has_gguf(with_below) else []
+        if of_gguf:
+            directory = Path(snapshot_download(name, allow_patterns=of_gguf))
+        else:
+            _fetch_weights(model, directory, names, patterns, takes_graph)
     except LocalEntryNotFoundError as error:
         raise ModelPathNotFound(
             model, "no such directory, it is not in the local Hub cache, and the Hub cannot be reached"
@@ -229,7 +223,30 @@ def _fetched(
         detail = f"no such directory, and the Hub answers: {first_line(error)}"
         raise ModelPathNotFound(model, detail) from error
     progress("download", 1.0)
-    return directory
+    return open_gguf(model, [directory / file for file in of_gguf]) if of_gguf else directory
+
+
+def _fetch_weights(
+    model: str,
+    directory: Path,
+    names: Sequence[str],
+    patterns: Sequence[str],
+    takes_graph: Callable[[Collection[str]], bool],
+) -> None:
+    """Downloads the weights of a repository with these names into its snapshot, in safetensors or as a graph."""
+    from huggingface_hub import snapshot_download
+
+    has_config = (directory / CONFIG).is_file()
+    weights = [OPENVINO_GRAPH, OPENVINO_WEIGHTS]
+    is_graph = has_config and takes_graph(names)
+    if not is_graph:
+        weights = _named_weights(model, directory)
+    if has_config:
+        snapshot_download(model, allow_patterns=[*patterns, *weights])
+    if not is_graph and not (has_config and all((directory / name).is_file() for name in weights)):
+        _refuse_format(model, [*names, *names_below(directory, names)], directory)
+    if not has_config:
+        raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
 
 
 def _names_on_hub(model: str) -> list[str]:
@@ -360,6 +377,10 @@ def weight_files(model: str, directory: Path) -> list[Path]:
     Raises ModelWeightsMissing or ModelFileInvalid.
     """
     if stands_for_gguf(directory):
+        if changed := changed_in(directory):
+            raise ModelFileInvalid(
+                model, changed, "it has changed since its directory was written: name the file"
+            )
         return [Path(file) for file in dict.fromkeys(tensor.file for tensor in tensors_in(directory))]
     names = _named_weights(model, directory)
     missing = [name for name in names if not os.path.isfile(directory / name)]

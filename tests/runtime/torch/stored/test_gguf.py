@@ -109,6 +109,8 @@ def changed(directory: Path, change: dict[str, Any], model_type: str = "llama", 
         ("llama", {"llama.attention.scale": 0.25}, "attention.scale is 0.25"),
         ("qwen2", {"qwen2.attention.causal": False}, "attention.causal is False"),
         ("llama", {"llama.logit_scale": 2.0}, "logit_scale is 2.0"),
+        ("llama", {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5"),
+        ("llama", {"llama.leading_dense_block_count": 1}, "leading_dense_block_count is 1"),
         ("llama", {"general.architecture": "no-such"}, "the architecture 'no-such'"),
         ("llama", {"tokenizer.ggml.model": "none"}, "its tokenizer cannot be read"),
     ],
@@ -122,7 +124,15 @@ def test_metadata_that_no_one_reads_is_refused(
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"llama.attention.causal": True}, {"llama.rope.scaling.type": "none"}, {"llama.expert_count": 0}],
+    [
+        {},
+        {"llama.attention.causal": True},
+        {"llama.rope.scaling.type": "none"},
+        {"llama.expert_count": 0},
+        {"split.count": 0},
+        {"llama.vision.block_count": 27, "llama.mm.tokens_per_image": 256},
+        {"tokenizer.ggml.pre": "deepseek-coder"},
+    ],
 )
 def test_metadata_that_changes_nothing_is_passed_over(change: dict[str, Any], tmp_path: Path) -> None:
     load(changed(tmp_path, change), "float32")
@@ -142,6 +152,16 @@ def test_scaled_rotations_are_served(scaling: dict[str, Any], tmp_path: Path) ->
         keys["llama.rope.scaling.original_context_length"] = original
     file = changed(tmp_path, keys, rope_parameters=rope)
     assert_served_as_near_as_bfloat16(file, tmp_path / "plain", "float32", TOKENS)
+
+
+def test_no_window_is_a_window_of_no_token_in_the_metadata(tmp_path: Path) -> None:
+    file = changed(tmp_path, {"phi3.attention.sliding_window": 0}, "phi3", sliding_window=None)
+    assert_served_as_near_as_bfloat16(file, tmp_path / "plain", "float32", TOKENS)
+
+
+def test_ends_of_turns_are_found_by_their_text(tmp_path: Path) -> None:
+    file = changed(tmp_path, {"tokenizer.ggml.eot_token_id": None})
+    assert load(file, "float32").description.eos_token_ids == (256, 257)
 
 
 def test_factors_of_frequencies_are_served(tmp_path: Path) -> None:
@@ -177,6 +197,7 @@ def test_the_tokenizer_and_the_template_are_the_files_own(tmp_path: Path) -> Non
     for text in ("hello, world", "Grüße  an\talle\n\n🌲", "a <think> b"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("<think>")) == 1
+    assert max(tokenizer.encode("a <|endoftext|> b")) < TOKENS  # the file does not have this token
     assert len(tokenizer.encode("he")) == 1
     assert tokenizer.has_chat_template
     assert load(file, "float32").description.eos_token_ids == (256, 257)

@@ -35,6 +35,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 UNPACKED = set(GGML_NAME.values()) - set(KEPT)  # types that take more memory here than in the file
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
+_OF_OTHER_MEDIA = ("v.", "a.", "mm.")  # towers and projectors that some files hold beside the text model
 _AT_ONCE = 1 << 21  # bytes of blocks
 
 Change = Callable[[list[Tensor]], Tensor]
@@ -102,7 +103,11 @@ def gguf_state(
 
     Raises UndecodableWeight for a tensor that is no parameter: without it the model would be another one.
     """
-    tensors = [tensor for tensor in tensors if tensor.name not in _IN_CONFIG]
+    tensors = [
+        tensor
+        for tensor in tensors
+        if tensor.name not in _IN_CONFIG and not tensor.name.startswith(_OF_OTHER_MEDIA)
+    ]
     config: Any = empty.config
     if is_gguf_arch_supported(architecture):
         return _converted(tensors, get_gguf_conversion_mapping(architecture, config), dtype)

@@ -21,7 +21,7 @@ from rootstock.runtime.gguf_files import GgufTensor
 from rootstock.runtime.model_files import in_one_line
 
 # What broken or hostile metadata makes a reader raise.
-INVALID = (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError, struct.error)
+INVALID = (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, OSError, struct.error)
 
 
 def configs_of(
@@ -41,7 +41,9 @@ def configs_of(
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     _Completed(model, fields, own, shapes, _read_keys(architecture, metadata, shapes)).complete(file, tensors)
     fields.pop("_name_or_path", None)
-    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    own_ends = fields.get("eos_token_id")
+    ends = own_ends if isinstance(own_ends, list) else [own_ends]
+    ends += [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(end for end in ends if type(end) is int))
     sampling = {
         key.removeprefix("general.sampling.").replace("temp", "temperature"): value
@@ -101,6 +103,12 @@ _FIELDS = {
     "expert_weights_norm": "norm_topk_prob",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_OF_OTHER_MEDIA = ("vision.", "audio.", "mm.")
+# Texts of control tokens that end a turn. A file names one or two ends, and llama.cpp finds the others by their text.
+ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<|end_of_turn|>", "<|return|>", "<|call|>", "<EOT>"),
+)
 # Keys that repeat what tensors or other keys say.
 _REPEATED = {
     "block_count",
@@ -121,6 +129,8 @@ _NEUTRAL |= {
     "leading_dense_block_count": 0,
     "nextn_predict_layers": 0,
     "attention.max_alibi_bias": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
 }
 
 
@@ -148,10 +158,13 @@ class _Completed:
         for key, value in list(self._left.items()):
             if _NEUTRAL.get(key) == value or key in _REPEATED:
                 continue
+            if key.startswith(_OF_OTHER_MEDIA):
+                continue
             field = _FIELDS.get(key)
             if field is None or field not in self._fields:
                 raise self._refusal(f"{key} is {shown(value)}, which transformers does not read")
-            self._fields[field] = value
+            no_window = key == "attention.sliding_window" and value == 0  # of Phi-4
+            self._fields[field] = None if no_window else value
 
     def _refusal(self, reason: str) -> ModelUnsupported:
         return ModelUnsupported(
@@ -204,6 +217,7 @@ class _Completed:
         original = self._take("rope.scaling.original_context_length")
         attention = self._take("rope.scaling.attn_factor")
         self._take("rope.scaling.finetuned")
+        betas = {of: self._take(f"rope.scaling.yarn_{of}") for of in ("beta_fast", "beta_slow")}
         by_name = {tensor.name: tensor for tensor in tensors}
         parameters = self._fields.get("rope_parameters")
         local = self._take("rope.freq_base_swa")
@@ -230,9 +244,13 @@ class _Completed:
         elif kind == "linear" and factor is not None:
             scaling = {"rope_type": "linear", "factor": factor}
         elif kind == "yarn" and factor is not None:
-            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            first = original or int(longest / factor)
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": first}
+            scaling |= {of: beta for of, beta in betas.items() if beta is not None}
         elif kind not in (None, "none"):
             raise self._refusal(f"rope.scaling.type is {shown(kind)}")
+        if attention not in (None, 1.0) and "short_factor" not in scaling:
+            raise self._refusal(f"rope.scaling.attn_factor is {shown(attention)}")
         if not scaling:
             return
         if not isinstance(parameters, dict):
