@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from d4_agents_http import as_gguf
@@ -29,5 +28,5 @@ def stored_model(path: Path, format: str, llama_python: str | None) -> Path | No
 
 def stored_bytes(path: Path) -> int:
     """Returns the bytes of a model's weights in files."""
-    files: Callable[[Path], list[Path]] = lambda folder: sorted(folder.glob("*.safetensors"))  # noqa: E731
-    return sum(file.stat().st_size for file in ([path] if path.is_file() else files(path)))
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

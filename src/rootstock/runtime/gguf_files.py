@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rootstock.errors import ModelPathNotFound, ModelUnsupported
 
@@ -23,9 +24,8 @@ _USUAL = "Q4_K_M"  # llama.cpp takes it, too, where a repository has several
 _MOST_LISTED = 8
 _GRAPH = "openvino_model.xml"
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
-_NO_MODEL = re.compile(
-    r"(^|[-._/])(mmproj|imatrix)([-._]|$)", re.IGNORECASE
-)  # projectors of images, importances
+# Projectors of images, and matrices of importances.
+_NO_MODEL = re.compile(r"(^|[-._/])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _ADAPTED = re.compile(r"(^|[-._/])(UD|i1)[-._]", re.IGNORECASE)  # variants of a type with other types inside
 
 
@@ -127,8 +127,8 @@ def tensors_in(directory: Path) -> list[GgufTensor]:
     """Returns the tensors of the GGUF files for which a directory stands; none for any other directory."""
     if not stands_for_gguf(directory):
         return []
-    listed = json.loads((directory / TABLE).read_text(encoding="utf-8"))
-    return [GgufTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed["tensors"]]
+    listed = _read(directory)["tensors"]
+    return [GgufTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed]
 
 
 def stamp_of(file: Path) -> list[int]:
@@ -139,10 +139,15 @@ def stamp_of(file: Path) -> list[int]:
 
 def changed_in(directory: Path) -> str:
     """Returns the name of a GGUF file that has changed since the directory that stands for it was written, or ""."""
-    listed = json.loads((directory / TABLE).read_text(encoding="utf-8"))["files"]
-    return next((Path(file).name for file, stamp in listed.items() if stamp_of(Path(file)) != stamp), "")
+    listed = _read(directory)["files"].items()
+    return next((Path(file).name for file, stamp in listed if stamp_of(Path(file)) != stamp), "")
 
 
 def architecture_in(directory: Path) -> str:
     """Returns GGUF's name of the architecture of the files for which a directory stands."""
-    return str(json.loads((directory / TABLE).read_text(encoding="utf-8"))["architecture"])
+    return str(_read(directory)["architecture"])
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((directory / TABLE).read_text(encoding="utf-8"))
+    return table

@@ -142,7 +142,7 @@ def large_blocks_apart() -> Iterator[None]:
     try:
         yield
     finally:
-        # As glibc leaves it: forwards reuse blocks of up to 32 MiB.
+        # The limits that glibc arrives at by itself, so that forwards reuse blocks of up to 32 MiB.
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.malloc_trim(ctypes.c_size_t(0))

@@ -37,6 +37,7 @@ from rootstock.runtime.model_files import (
 )
 from rootstock.runtime.model_formats import (
     MLX,
+    Quantization,
     names_in,
     quantization_of,
     quantization_of_tensors,
@@ -88,10 +89,8 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
 def _refuse_quantization(model: str, directory: Path, config: Any) -> None:
     """Raises ModelUnsupported for quantized weights that transformers does not read, by itself or with the packages
     that are installed."""
-    declared = quantization_of(read_json(model, directory, CONFIG))
-    if declared is None:
-        return
-    if _coded_formats(model, directory):
+    declared = _declared(model, directory)
+    if declared is None or _coded_formats(model, directory):
         return
     if not declared.method or declared.method == MLX:
         raise ModelUnsupported(model, declared.refusal())
@@ -109,7 +108,7 @@ def refuse_quantized_tensors(
 ) -> None:
     """Raises ModelUnsupported for quantized weights of which config.json says nothing: they would be read as they
     are, without their scales."""
-    if quantization_of(read_json(model, directory, CONFIG)) is not None or stands_for_gguf(directory):
+    if _declared(model, directory) is not None or stands_for_gguf(directory):
         return
     if (found := quantization_of_tensors((tensor.name, tensor.dtype) for tensor in stored)) is not None:
         described = quantization_of({}, names_in(directory))
@@ -166,7 +165,7 @@ def read_weights(
                     state = gguf_state(of_gguf, architecture_in(directory), empty, dtype)
                 else:
                     state = lazy_state(weight_files(model, directory), formats, dtype, opened)
-                    if formats and _is_of_mlx(model, directory):
+                    if (declared := _declared(model, directory)) and declared.method == MLX:
                         state = with_names_of_mlx(state)
                 loaded, info = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
             else:
@@ -222,7 +221,7 @@ def stored_in_words(
     if stands_for_gguf(directory):
         kinds = [kind for kind, _ in elements.most_common(3)]
         return f"GGUF ({', '.join(kinds)}), {size}"
-    declared = quantization_of(read_json(model, directory, CONFIG))
+    declared = _declared(model, directory)
     return f"{declared.name if declared else f'safetensors ({elements.most_common(1)[0][0]})'}, {size}"
 
 
@@ -235,9 +234,9 @@ def _coded_formats(model: str, directory: Path) -> list[StoredFormat]:
     return formats_of(declared.method, quantization_settings(fields))
 
 
-def _is_of_mlx(model: str, directory: Path) -> bool:
-    declared = quantization_of(read_json(model, directory, CONFIG))
-    return declared is not None and declared.method == MLX
+def _declared(model: str, directory: Path) -> Quantization | None:
+    """Returns the quantization that config.json declares."""
+    return quantization_of(read_json(model, directory, CONFIG))
 
 
 def _unquantized(config: Any) -> Any:

@@ -115,7 +115,8 @@ def _refuse_both_directions(found: Surveyed) -> None:
 
 def _refuse_other_positions(model: nn.Module, calling: Calling, device: torch.device, name: str) -> None:
     """Raises LayerUnsupported for a model that counts positions from another number than 0."""
-    if not calling.positions or text_config(model) is model.config:  # of other models the self-check shows it
+    # Of models of text and images only: the models of text alone that B1 runs count from 0 on.
+    if not calling.positions or text_config(model) is model.config:
         return
     ids = _few_tokens(model, device)[None]
     positions = torch.arange(PROBE_TOKENS, device=device)[None]

@@ -117,15 +117,15 @@ class CodedTensor(Tensor):
             error = (got[chosen == expert] - expected).square().mean().sqrt()
             if not error <= torch.finfo(self.dtype).eps * expected.square().mean().sqrt():
                 return self
-        return CodedTensor(made, self.dtype, is_transposed=self.is_transposed)
+        return self.with_coded(made)
 
-    def unpacked(self) -> Tensor:
-        """Returns the weights in new memory, rounded to the tensor's dtype."""
-        weights = self.coded.widened().to(self.dtype)
+    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the weights in new memory, rounded to a dtype, or to the tensor's own."""
+        weights = self.coded.widened().to(dtype or self.dtype)
         return weights.mT.contiguous() if self.is_transposed else weights
 
-    def with_coded(self, coded: CodedWeight) -> CodedTensor:
-        return CodedTensor(coded, self.dtype, is_transposed=self.is_transposed)
+    def with_coded(self, given: CodedWeight | _Looped) -> CodedTensor:
+        return CodedTensor(given, self.dtype, is_transposed=self.is_transposed)
 
     def is_coded_like(self, other: CodedTensor) -> bool:
         """Returns whether codes and scales of both can stand in one tensor."""
@@ -166,8 +166,7 @@ def _plain(given: Any) -> Any:
 
 def _wide(given: Any) -> Any:
     if isinstance(given, CodedTensor):
-        weights = given.coded.widened()
-        return weights.mT.contiguous() if given.is_transposed else weights
+        return given.unpacked(torch.float32)
     return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
@@ -215,7 +214,7 @@ def _looped_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _same(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return CodedTensor(tensor.given, tensor.dtype, is_transposed=tensor.is_transposed)
+    return tensor.with_coded(tensor.given)
 
 
 def _copy(tensor: Any, **kwargs: Any) -> Any:
@@ -261,11 +260,7 @@ def _joined(tensors: Sequence[Any]) -> Any:
     if first.dim() != 2 or None in layers:
         return None
     made = type(layers[0]).joined(layers)
-    return (
-        None
-        if made is None
-        else CodedTensor(_Looped(made, 0), first.dtype, is_transposed=first.is_transposed)
-    )
+    return None if made is None else first.with_coded(_Looped(made, 0))
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -290,8 +285,7 @@ def _select(tensor: Any, dim: int, index: int) -> Any:
         return None
     given = tensor.given
     if isinstance(given, _Looped) and tensor.dim() == 3:
-        one = _Looped(given.layers, int(index) % tensor.shape[0])
-        return CodedTensor(one, tensor.dtype, is_transposed=tensor.is_transposed)
+        return tensor.with_coded(_Looped(given.layers, int(index) % tensor.shape[0]))
     return _on_parts([tensor], lambda parts: _aten.select.int(parts[0], dim % tensor.dim(), index))
 
 

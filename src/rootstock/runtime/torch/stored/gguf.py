@@ -159,9 +159,8 @@ def _processed(
     config: Any = empty.config
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=copy.deepcopy(config.to_dict()))
     names = get_gguf_hf_weights_map(_Names(empty), processor)
-    if (
-        base := getattr(empty, "base_model", empty)
-    ) is not empty:  # some files have names as of the inner model
+    base: Any = getattr(empty, "base_model", empty)
+    if base is not empty:  # some files have names as of the inner model
         of_base = get_gguf_hf_weights_map(_Names(base), processor, qual_name=f"{empty.base_model_prefix}.")
         names = of_base | names
     found: dict[str, list[GgufTensor]] = {}

@@ -20,7 +20,7 @@ from rootstock.errors import ModelUnsupported, shown
 from rootstock.runtime.gguf_files import GgufTensor
 from rootstock.runtime.model_files import in_one_line
 
-# What broken or hostile metadata makes a reader raise.
+# Exceptions of readers that meet broken or hostile metadata.
 INVALID = (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, OSError, struct.error)
 
 
@@ -39,7 +39,7 @@ def configs_of(
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    _Completed(model, fields, own, shapes, _read_keys(architecture, metadata, shapes)).complete(file, tensors)
+    _Completed(model, fields, own, shapes, _read_keys(architecture, metadata, shapes)).complete(tensors)
     fields.pop("_name_or_path", None)
     own_ends = fields.get("eos_token_id")
     ends = own_ends if isinstance(own_ends, list) else [own_ends]
@@ -110,20 +110,13 @@ ENDS = (
     *("<|end_of_text|>", "<|end_of_turn|>", "<|return|>", "<|call|>", "<EOT>"),
 )
 # Keys that repeat what tensors or other keys say.
-_REPEATED = {
-    "block_count",
-    "context_length",
-    "feed_forward_length",
-    "vocab_size",
-}
+_REPEATED = {"block_count", "context_length", "feed_forward_length", "vocab_size"}
 # Keys that change nothing where they have this value.
 _NEUTRAL = {
     "attention.causal": True,
     "expert_group_count": 1,
     "expert_weights_scale": 1.0,
     "rope.scaling.type": "none",
-}
-_NEUTRAL |= {
     "expert_count": 0,
     "expert_used_count": 0,
     "leading_dense_block_count": 0,
@@ -149,16 +142,14 @@ class _Completed:
         self._left = {key: value for key, value in own.items() if key not in read}
         self._own = own
 
-    def complete(self, file: Path, tensors: Sequence[GgufTensor]) -> None:
+    def complete(self, tensors: Sequence[GgufTensor]) -> None:
         """Sets the fields. Raises ModelUnsupported for a key that nothing reads."""
         self._set_heads()
         self._set_scale()
         self._set_rotation(tensors)
         self._set_biases()
-        for key, value in list(self._left.items()):
-            if _NEUTRAL.get(key) == value or key in _REPEATED:
-                continue
-            if key.startswith(_OF_OTHER_MEDIA):
+        for key, value in self._left.items():
+            if _NEUTRAL.get(key) == value or key in _REPEATED or key.startswith(_OF_OTHER_MEDIA):
                 continue
             field = _FIELDS.get(key)
             if field is None or field not in self._fields:

@@ -37,8 +37,7 @@ def directory_of(model: str, files: Sequence[Path]) -> Path:
     for file in files:
         if not file.is_file():
             raise ModelPathNotFound(model, f"there is no {file.name}")
-        found = file.stat()
-        stamp.update(f"\0{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}".encode())
+        stamp.update(f"\0{file.resolve()}\0{stamp_of(file)}".encode())
     target = user_cache_folder() / "gguf" / f"{files[0].stem}-{stamp.hexdigest()[:16]}"
     if stands_for_gguf(target):
         return target
@@ -127,9 +126,8 @@ def _table(file: Path) -> list[GgufTensor]:
     kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
     try:
         header = GgufHeader.from_file(str(file))
-    except (
-        ValueError
-    ):  # a part that names no architecture, or a type of tensors that only gguf knows: it takes longer
+    except ValueError:
+        # A part names no architecture, or only gguf knows a type of tensors. Its reader takes longer.
         found = [
             (
                 t.name,
