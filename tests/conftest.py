@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import torchvision_here  # noqa: F401  # isort: skip  (before transformers looks for it)
 import transformers  # noqa: F401  (before a command for MLX imports it without torch, in the same process)
 from hypothesis import HealthCheck, settings
 

@@ -673,8 +673,8 @@ class ServerConfig:
         "mention",
         "media",
         SERVER,
-        "Images, audio, video and files in messages, which no model here reads. mention: A line of text in the "
-        "prompt says that there was one. refuse: The request gets status 400.",
+        "Media in messages that the model does not read: audio, video, files, and images unless it sees them. "
+        "mention: A line of text in the prompt says that there was one. refuse: The request gets status 400.",
         choices=MEDIA,
         per_model=True,
     )

@@ -98,7 +98,7 @@ def _codex(served: LaunchTarget) -> Settings:
         "model_provider": _toml("rootstock"),
         "model_providers.rootstock": f"{{ {table} }}",
         "model": _toml(served.model),
-        # The tool adds images to the conversation, which no model of this server sees.
+        # The tool adds images to the conversation, which most models do not see.
         "features.view_image": "false",
     }
     if served.context_tokens is not None:

@@ -19,7 +19,7 @@ from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import ModelUnsupported
 from rootstock.runtime.adapter_files import count_weights
-from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.base import ImageReader, ModelDescription, Runtime
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.model_files import read_configs
@@ -47,6 +47,7 @@ class Assembly:
     tier: TierStats | None = None  # state of the tiers at the start; None: there are none
     block_size: int = CacheConfig().block_size  # tokens of a block of the cache
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name none
+    images: ImageReader | None = None  # None: the model sees none
 
 
 def assemble(
@@ -139,6 +140,7 @@ def _assembled(
         pool_bytes=kv.budget_bytes,
         tier=None if tier_connector is None else tier_connector.stats(tier_connector.measure()),
         block_size=cache.block_size,
+        images=runtime.images,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from rootstock.cache.image_tokens import FIRST_IMAGE_TOKEN
 from rootstock.cache.kv_cache import KVCache
 from rootstock.config import EngineConfig
 from rootstock.engine.request import Request
@@ -56,7 +59,10 @@ class RequestLimits:
         prompt, stop = len(request.tokens), request.stop
         if prompt == 0:
             raise EmptyPrompt()
-        lowest, highest = int(request.tokens.min()), int(request.tokens.max())
+        tokens = request.tokens
+        if request.images:
+            tokens = np.append(tokens[tokens < FIRST_IMAGE_TOKEN], 0)
+        lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidParameter("prompt", wrong, f"token ids from 0 to {self.vocab_size - 1}")

@@ -13,6 +13,7 @@ from typing import Literal, NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.image_tokens import PlacedImage
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.types import Tokens
@@ -69,6 +70,7 @@ class Request:
     hints: CacheHints | None = None
     adapter: str = ""  # fingerprint of a LoRA adapter of the engine; empty: the base model
     http_id: str = ""  # of the HTTP request, for log lines
+    images: tuple[PlacedImage, ...] = ()  # of the prompt, in order
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -94,6 +96,7 @@ def requests_for(
     constraint: CompiledConstraint | None = None,
     hints: CacheHints | None = None,
     adapter: str = "",
+    images: tuple[PlacedImage, ...] = (),
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -114,6 +117,7 @@ def requests_for(
             constraint,
             hints,
             adapter,
+            images=images,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)

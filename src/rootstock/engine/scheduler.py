@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from rootstock.cache.explain import LoadChoice
+from rootstock.cache.image_tokens import chunk_end
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING
@@ -128,6 +129,7 @@ class ScheduledSequence:
             self.logits_to_keep,
             lease.slot,
             lease.scope.namespace.adapter,
+            self.sequence.request.images,
         )
 
     def row(self, index: int) -> ScheduledSequence:
@@ -340,10 +342,18 @@ class Scheduler:
         end = min(lease.num_tokens, lease.num_computed_tokens + paced)
         if lease.next_checkpoint_position is not None:
             end = min(end, lease.next_checkpoint_position)
+        least = 1
+        if images := sequence.request.images:
+            end = chunk_end(images, lease.num_computed_tokens, end)
+            least = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + 1)
+            least -= lease.num_computed_tokens
         new = end - lease.num_computed_tokens
-        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
-            new //= 2
-        if new == 1 and not self._reserve(step, sequence, lease, 1):
+        while new > least and isinstance(self._cache.extend(lease, new), Deferred):
+            new = max(least, new // 2)
+            if images:
+                new = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + new)
+                new -= lease.num_computed_tokens
+        if new == least and not self._reserve(step, sequence, lease, least):
             return 0
         return new
 

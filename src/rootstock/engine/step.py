@@ -29,7 +29,7 @@ from rootstock.engine.scheduler import ScheduledSequence
 from rootstock.engine.sequence import Decoding, Sequence
 from rootstock.engine.speculation.acceptance import accepted_rows
 from rootstock.engine.stats import StepCounters
-from rootstock.errors import EngineFault, PoolsLost, RootstockError, StepFailed
+from rootstock.errors import EngineFault, ImageFailed, PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, Logits, Runtime
 from rootstock.text.constraints.mask_worker import MaskWorker
 from rootstock.text.constraints.progress import AnswerProgress
@@ -142,6 +142,12 @@ class StepRunner:
         except PoolsLost:
             self.counters.failed_steps += 1
             raise  # other sequences' rows are lost, too
+        except ImageFailed as error:  # nothing was computed: the next step has the others again
+            item = plan.scheduled[error.segment]
+            log.warning("an image of request %s failed", item.sequence.request.id, exc_info=error.cause)
+            self._scheduler.fail(item.sequence, item.lease)
+            self._requests.fail(item.sequence, error)
+            return
         except Exception as error:
             ids = [item.sequence.request.http_id or item.sequence.request.id for item in plan.scheduled]
             told = ", ".join(ids[:LOGGED_IDS]) + (", …" if len(ids) > LOGGED_IDS else "")

@@ -27,6 +27,21 @@ class StepFailed(EngineError):
         self.cause = cause
 
 
+class ImageFailed(EngineError):
+    """Error: the model's vision tower failed on an image, before the forward wrote anything."""
+
+    code = "image_failed"
+    http_status = 400
+
+    def __init__(self, segment: int, cause: BaseException) -> None:
+        super().__init__(
+            f"The model cannot read an image of this request: {type(cause).__name__}; the server's log says why. "
+            "Other requests go on. Send the image in another size."
+        )
+        self.segment = segment  # of the forward
+        self.cause = cause
+
+
 class PoolsLost(EngineError):
     """Error: a forward failed and took the content of the pools with it. The cache must be emptied."""
 

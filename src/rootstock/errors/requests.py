@@ -124,6 +124,14 @@ class SpecialTokenInText(RequestError):
         self.token = token
 
 
+class ImageUnusable(RequestError):
+    code = "invalid_image"
+
+    def __init__(self, name: str, reason: str, remedy: str) -> None:
+        super().__init__(f"The image at '{name}' cannot be read: {reason}. {remedy}", param=name)
+        self.reason = reason
+
+
 class CompletionTooLong(RequestError):
     code = "context_length_exceeded"
 

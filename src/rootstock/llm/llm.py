@@ -137,8 +137,8 @@ class LLM:
         `chat_template` is a Jinja template to use instead of the model's own. With `parse_special_tokens`, special
         tokens that messages spell out are control tokens, else plain text. `sampling_defaults` is the source of
         parameters that are None: "model" for its generation_config.json, or "openai". `tool_parser` names the format
-        of calls and reasoning, which "auto" finds by the template. An image or another medium in a message is an
-        error, or with `media="mention"` a line of the prompt. `progress` is called with a stage and its completed
+        of calls and reasoning, which "auto" finds by the template. An image that the model does not see, or another
+        medium, is an error in a message, or with `media="mention"` a line of the prompt. `progress` is called with a stage and its completed
         share. For the other options see `Options`.
         """
         wait_briefly()

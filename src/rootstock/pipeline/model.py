@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from rootstock.cache.families import FullAttention
+from rootstock.cache.image_tokens import PlacedImage, placed_images
 from rootstock.cache.retention.hint_types import CacheHints
 from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.build import Assembly
@@ -21,11 +22,11 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared
 from rootstock.errors import Unsupported
 from rootstock.pipeline.next_turns import NextTurn, NextTurns
-from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.base import ImageReader, ModelDescription
 from rootstock.text.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.text.constraints.compiled import CompiledConstraint
 from rootstock.text.constraints.compiler import ConstraintCompiler
-from rootstock.text.conversation.media import mentioned, refuse_media
+from rootstock.text.conversation.media import SentImages, mentioned, refuse_media, with_markers
 from rootstock.text.conversation.template import TemplateInput, template_input
 from rootstock.text.conversation.types import Conversation, IgnoredField
 from rootstock.text.conversation.volatile_heads import DroppedHead, without_volatile_heads
@@ -67,6 +68,10 @@ class RenderedChat:
     owner: PromptOwner
     dropped: tuple[DroppedHead, ...] = field(default=(), kw_only=True)
     adapter: str = field(default="", kw_only=True)
+    sent: SentImages = field(default_factory=list, kw_only=True)  # images of the conversation
+    images: tuple[PlacedImage, ...] = field(
+        default=(), kw_only=True
+    )  # the same, at their places in the prompt
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class PreparedChat(RenderedChat):
             diagnose=diagnose,
             hints=hints,
             adapter=self.adapter,
+            images=self.images,
         )
 
 
@@ -146,6 +152,7 @@ class PromptModel:
     rules: ChatRules = ChatRules()
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+    images: ImageReader | None = None  # None: the model sees no images
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
@@ -157,6 +164,9 @@ class PromptModel:
         first = conversation.messages[0].role if conversation.messages else ""
         if self.rules.drop_volatile and first in ("system", "developer"):
             conversation, dropped = without_volatile_heads(conversation)
+        sent: SentImages = []
+        if self.images is not None:
+            conversation, sent = with_markers(conversation, self.images.layout)
         self.tokenizer.refuse_more_chars(conversation.count_chars())
         template = template_input(conversation, self.model_tokenizer)
         if self.rules.refuses_media:
@@ -168,7 +178,25 @@ class PromptModel:
         elif text.marks:
             make = chat_with_marks
         prompt = make(text, self.tokenizer, owner)
-        return RenderedChat(conversation, template, prompt, owner, dropped=dropped, adapter=self.adapter)
+        return RenderedChat(
+            conversation,
+            template,
+            prompt,
+            owner,
+            dropped=dropped,
+            adapter=self.adapter,
+            sent=sent,
+            images=_placed(prompt, sent) if sent else (),
+        )
+
+
+def _placed(prompt: ChatPrompt, sent: SentImages) -> tuple[PlacedImage, ...]:
+    try:
+        return placed_images(prompt.tokens, sent)
+    except ValueError as error:
+        raise Unsupported(
+            "messages", f"The images cannot be placed: {error}. Send them elsewhere."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +257,7 @@ class ServedModel(PromptModel):
             reuses_prefixes=engine.reuses_prefixes,
             fingerprints=fingerprints or Fingerprints(),
             next_turns=next_turns,
+            images=made.images,
         )
 
     def of_adapter(self, adapter: NamedAdapter) -> ServedModel:
@@ -275,7 +304,8 @@ class ServedModel(PromptModel):
             new_parser = partial(OutputParser, output, tools, end)
         next_turn = None
         if self.next_turns is not None:
-            turn = NextTurn(conversation, owner, 4 * len(prompt.tokens), new_parser, self.adapter)
+            chars = 4 * len(prompt.tokens)
+            turn = NextTurn(conversation, owner, chars, new_parser, self.adapter, rendered.sent)
             next_turn = partial(self.next_turns.answered, turn)
         return PreparedChat(
             conversation,
@@ -290,6 +320,8 @@ class ServedModel(PromptModel):
             ignored=self._ignored(conversation, rendered.template),
             next_turn=next_turn,
             adapter=rendered.adapter,
+            sent=rendered.sent,
+            images=rendered.images,
         )
 
     def _ignored(self, conversation: Conversation, template: TemplateInput) -> tuple[IgnoredField, ...]:

@@ -6,12 +6,14 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rootstock.cache.image_tokens import placed_images
 from rootstock.cache.radix_node import CheckpointKind
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.errors import RootstockError
+from rootstock.text.conversation.media import SentImages
 from rootstock.text.conversation.types import Conversation
 from rootstock.text.output.deltas import DeltaParser, answer_of
 from rootstock.text.prompts.next_turn import known_prefixes
@@ -34,6 +36,7 @@ class NextTurn:
     prompt_chars: int
     new_parser: Callable[[], DeltaParser]  # of the answer
     adapter: str = ""
+    sent: SentImages = field(default_factory=list)  # images of the conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +115,6 @@ class NextTurns:
                     end=CheckpointKind.ANSWER,
                     adapter=turn.adapter,
                     comes_back=bool(answer.calls),
+                    images=placed_images(tokens, turn.sent) if turn.sent else (),
                 )
             )

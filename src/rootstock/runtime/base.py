@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
+from rootstock.cache.image_tokens import ImageLayout, PlacedImage
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
@@ -90,6 +91,8 @@ class Segment:
     logits_to_keep: int  # number of last rows that need logits: 1 to sample, new to score a prompt, 0: none
     state: SlotId = NO_SLOT  # working state after `past` positions; undefined if past = 0
     adapter: str = ""  # fingerprint of a loaded LoRA adapter; empty: the base model
+    # All images of the sequence's prompt, in order: the ones before `past` move the positions of later tokens.
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,25 @@ class LoadedAdapter:
     batching: Literal["mixed", "apart"] = "mixed"
 
 
+class ImageReader(Protocol):
+    """Reader of the images that a model sees."""
+
+    def layout(self, data: bytes, field: str) -> ImageLayout:
+        """Decodes an image's file, unless its layout is known, and returns what it takes in a prompt. From any
+        thread. Raises ImageUnusable, with the client's `field`."""
+        ...
+
+
 class Runtime(Protocol):
     """Runtime of a model. One thread owns and calls it. All calls are synchronous; an exception fails the step."""
 
     @property
     def description(self) -> ModelDescription: ...
+
+    @property
+    def images(self) -> ImageReader | None:
+        """The reader of images; None: the model sees none."""
+        ...
 
     def free_bytes(self) -> int:
         """Returns the bytes that pools can still take, once the weights are loaded."""

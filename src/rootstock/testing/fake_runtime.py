@@ -157,6 +157,8 @@ class FakeRuntime:
     """Oracle runtime. Calls `fault` with every batch before it runs; an exception from it fails the step, and
     PoolsLost overwrites all rows."""
 
+    images = None
+
     def __init__(
         self,
         vocab_size: int = 97,

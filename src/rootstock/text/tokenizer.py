@@ -26,6 +26,7 @@ from rootstock.errors import (
     TokenizerUnusable,
 )
 from rootstock.text.chat_template import TemplateNames, names_in
+from rootstock.text.images import IMAGE_MARK, with_images
 from rootstock.text.special_tokens import MARK, EscapedNames, LiteralTokenizer, cut_for, cut_whole
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class ModelTokenizer(Protocol):
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
-        """Tokenizes a rendered conversation, which has all of its special tokens and may have escapes."""
+        """Tokenizes a rendered conversation, which has all of its special tokens and may have escapes and markers."""
         ...
 
     def pieces(self, rendered: str) -> list[str]:
@@ -234,6 +235,8 @@ class HFTokenizer:
         return np.array(self._fast.encode_batch_fast([text])[0].ids, dtype=np.int32)
 
     def encode_chat(self, rendered: str) -> Tokens:
+        if IMAGE_MARK in rendered:
+            return with_images(rendered, self.encode_chat)
         if self._fast is None:
             return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
         if MARK in rendered and self._literal is not None:
@@ -293,7 +296,7 @@ class HFTokenizer:
         return self._cut(rendered)
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        if self._fast is None or MARK in rendered:
+        if self._fast is None or MARK in rendered or IMAGE_MARK in rendered:
             tokens = self.encode_chat(rendered)
             return PlacedTokens(rendered, tokens, no_position, no_position, single_part, self.encode_chat)
         encoding = self._fast.encode_batch([rendered], add_special_tokens=False)[0]

@@ -108,7 +108,7 @@ def test_messages_have_thinking_and_calls_with_objects(scripted: httpx.Client) -
     ]
     told = scripted.post("/api/chat", json=body | {"messages": turn}).json()
     assert told["message"]["content"] == "The fir."
-    assert told["rootstock"]["warnings"][0]["field"] == "messages[3].images"
+    assert told["rootstock"]["warnings"][0]["field"] == "messages[3].images[0]"
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -130,7 +130,7 @@ def test_generations_have_a_system_message_and_images(served: Any) -> None:
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": image}]
     same = served.client.post("/api/chat", json={"messages": chat, "stream": False, **GREEDY_OPTIONS}).json()
     assert told["prompt_eval_count"] == same["prompt_eval_count"]
-    assert told["rootstock"]["warnings"][0]["field"] == "images"
+    assert told["rootstock"]["warnings"][0]["field"] == "images[0]"
 
 
 def test_tokens_have_log_probabilities(served: Any) -> None:

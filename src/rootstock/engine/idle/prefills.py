@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from rootstock.cache.image_tokens import PlacedImage, chunk_end
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
@@ -81,6 +82,7 @@ class IdlePrefill:
     comes_back: bool = False  # its client is expected soon, with a tool's result
     hints: CacheHints | None = None  # a session that it belongs to, and retentions that it asks for
     ended: Callable[[IdleEnd], None] = lambda end: None  # called once: must not block and must not raise
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
 
 @dataclass(slots=True)
@@ -312,6 +314,8 @@ class IdlePrefills(Part):
         new = min(self._pace.tokens, len(job.prefill.tokens) - lease.num_computed_tokens)
         if lease.next_checkpoint_position is not None:
             new = min(new, lease.next_checkpoint_position - lease.num_computed_tokens)
+        new = chunk_end(job.prefill.images, lease.num_computed_tokens, lease.num_computed_tokens + new)
+        new -= lease.num_computed_tokens
         if isinstance(self._cache.extend(lease, new), Deferred):
             self._finish(computing, ReleaseReason.FINISHED, IdleEnd.NO_MEMORY)
             return
@@ -321,7 +325,8 @@ class IdlePrefills(Part):
         began = self._clock()
         try:
             # With a row of logits, the forward's time includes its computation, also on asynchronous devices.
-            segment = Segment(tokens, past, lease.tables, 1, lease.slot, adapter=job.prefill.adapter)
+            prefill = job.prefill
+            segment = Segment(tokens, past, lease.tables, 1, lease.slot, prefill.adapter, prefill.images)
             logits = self._runtime.forward(Batch([segment]))
         except PoolsLost:
             raise

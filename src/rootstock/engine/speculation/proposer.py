@@ -13,6 +13,7 @@ from collections.abc import Sequence as Listed
 import numpy as np
 
 from rootstock.cache.families import RecurrentState
+from rootstock.cache.image_tokens import FIRST_IMAGE_TOKEN
 from rootstock.cache.keys import Namespace
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
@@ -105,6 +106,8 @@ class NgramProposer(Proposer):
         tokens, agreement = self._look_up(sequence, lease, most)
         if len(tokens):
             tokens = _before_end(tokens, sequence.stop_tokens)
+        if sequence.request.images and (beyond := np.flatnonzero(tokens >= FIRST_IMAGE_TOKEN)).size:
+            tokens = tokens[: beyond[0]]  # what followed was a client's image
         progress = sequence.sampler.progress
         if len(tokens) and progress is not None:
             tokens = tokens[: progress.agreeing(tokens.tolist())]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rootstock.cache.families import TokenFamily, token_families
+from rootstock.cache.image_tokens import PlacedImage, chunk_end
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
@@ -37,6 +38,7 @@ class Hit:
     tokens: Tokens  # [hit + 1 at least]
     length: int  # cached positions
     scope: Scope
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
 
 @dataclass(slots=True)
@@ -87,7 +89,8 @@ class HitVerifier(Part):
     def first_token(self, sequence: Sequence, lease: Lease) -> None:
         """Draws whether the request's hit is verified."""
         if lease.hit_tokens and self._random.random() < self._share:
-            self._waiting.append(Hit(sequence.request.tokens, lease.hit_tokens, sequence.scope))
+            request = sequence.request
+            self._waiting.append(Hit(request.tokens, lease.hit_tokens, sequence.scope, request.images))
 
     def pause(self) -> bool:
         """Releases the rows of the check in progress, which starts over later. Returns False if there is none."""
@@ -117,7 +120,7 @@ class HitVerifier(Part):
         lease = check.anew
         new = min(self._chunk_tokens, lease.num_tokens - lease.num_computed_tokens)
         if new:
-            if not self._compute(lease, new):
+            if not self._compute(lease, new, check.hit.images):
                 self.counts["given up"] += 1
                 self._end(check)
             return
@@ -153,7 +156,7 @@ class HitVerifier(Part):
             self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
             return None
-        hit = Hit(hit.tokens, found.hit_tokens, hit.scope)
+        hit = replace(hit, length=found.hit_tokens)
         anew = self._admitted(hit.tokens[: hit.length], replace(namespace, is_private=True))
         if anew is None:
             self._cache.release(found, ReleaseReason.UNUSED)
@@ -171,9 +174,11 @@ class HitVerifier(Part):
         self._apply(admitted.plan)
         return admitted.lease
 
-    def _compute(self, lease: Lease, new: int) -> bool:
+    def _compute(self, lease: Lease, new: int, images: tuple[PlacedImage, ...]) -> bool:
         if lease.next_checkpoint_position is not None:
             new = min(new, lease.next_checkpoint_position - lease.num_computed_tokens)
+        new = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + new)
+        new = min(new, lease.num_tokens) - lease.num_computed_tokens
         if isinstance(self._cache.extend(lease, new), Deferred):
             return False
         self._apply(self._cache.take_pending_plan())
@@ -181,7 +186,7 @@ class HitVerifier(Part):
         try:
             past, adapter = lease.num_computed_tokens, lease.scope.namespace.adapter
             self._runtime.forward(
-                Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
+                Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter, images)])
             )
         except PoolsLost:
             raise  # every cached row is lost, not only the rows of this check

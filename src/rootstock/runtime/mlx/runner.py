@@ -77,6 +77,8 @@ class MlxRuntime:
         self._calls = 0
         self._is_lost = False  # the pools' contents are not known, and they could not be recreated
 
+    images = None
+
     @property
     def description(self) -> ModelDescription:
         return self._served.description

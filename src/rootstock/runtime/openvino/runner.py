@@ -47,6 +47,8 @@ class OpenVinoRuntime:
         self._pools: GraphPools | None = None
         self._inputs: dict[str, NDArray[np.generic]] = {}  # of the last forward: the request refers to them
 
+    images = None
+
     @property
     def description(self) -> ModelDescription:
         return self._served.description

@@ -198,12 +198,18 @@ class Calling:
     keeps_rows: bool  # whether `logits_to_keep` may be an index tensor
 
     def __call__(
-        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
+        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor, **more: Any
     ) -> Tensor:
-        """Runs a forward of ids and positions [tokens]. Returns logits [rows, vocab] of the given rows [rows]."""
-        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
+        """Runs a forward of ids and positions, [tokens] or [axes, tokens], with `more` arguments. Returns logits
+        [rows, vocab] of the given rows [rows]."""
+        given: dict[str, Any] = {
+            "input_ids": ids[None],
+            self.cache: cache,
+            "use_cache": self.use_cache,
+            **more,
+        }
         if self.positions:
-            given["position_ids"] = positions[None]
+            given["position_ids"] = positions.unsqueeze(-2)
         if self.keeps_rows:
             given["logits_to_keep"] = rows
         logits: Tensor = model(**given).logits[0]

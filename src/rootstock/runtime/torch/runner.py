@@ -27,6 +27,7 @@ from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import (
     Batch,
     DeviceMemory,
+    ImageReader,
     LoadedAdapter,
     Logits,
     ModelDescription,
@@ -51,6 +52,8 @@ from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch.fallback import TorchExecution, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
+from rootstock.runtime.torch.images.check import open_images
+from rootstock.runtime.torch.images.step import StepImages
 from rootstock.runtime.torch.inspect.config import refuse_unknown_kinds, text_config
 from rootstock.runtime.torch.inspect.layout import TorchLayout, sequential_layout
 from rootstock.runtime.torch.inspect.survey import survey
@@ -207,7 +210,14 @@ def load_model(
     with_graphs = device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
     words = f"{stored_in_words(name, directory, files, tensors)}; {in_units(weight_nbytes(model))} in memory"
     stored = replace(stored, description=replace(stored.description, weights=words))
-    return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters)
+    images = open_images(
+        model,
+        directory,
+        served.description,
+        lambda images: TorchRuntime(model, served, images=images),
+        trust_remote_code=trusted,
+    )
+    return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters, images=images)
 
 
 def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dtype, demands: Demands) -> None:
@@ -308,8 +318,10 @@ class TorchRuntime:
         *,
         with_graphs: bool = False,
         adapters: TorchAdapters | None = None,
+        images: StepImages | None = None,
     ) -> None:
         self._model = model
+        self._images = images
         self._adapters = adapters
         self._served = served
         self._description = served.description
@@ -323,6 +335,10 @@ class TorchRuntime:
     @property
     def description(self) -> ModelDescription:
         return self._description
+
+    @property
+    def images(self) -> ImageReader | None:
+        return None if self._images is None else self._images.reader
 
     @property
     def pool_copies(self) -> int | None:
@@ -400,6 +416,8 @@ class TorchRuntime:
         pool, adapters, segments = self._pool, self._adapters, batch.segments
         assert pool is not None, "allocate comes first"
         with torch.inference_mode():
+            if self._images is not None and any(segment.images for segment in segments):
+                self._images.compute(segments)
             if adapters is None or not any(segment.adapter for segment in segments):
                 return self._forward(pool, segments, None)
             groups = adapters.groups(segments)
@@ -416,7 +434,8 @@ class TorchRuntime:
         mode = self._description.execution_mode
         if mode == "one sequence per forward":
             return self._one_by_one(pool, segments)
-        if self._graphs is not None and self._graphs.fits(segments):
+        has_images = self._images is not None and any(segment.images for segment in segments)
+        if self._graphs is not None and not has_images and self._graphs.fits(segments):
             return self._graphs.forward(segments)
         return self._packed(pool, segments, token_wise=mode == "packed, token-wise mixers", adapter_rows=rows)
 
@@ -433,12 +452,12 @@ class TorchRuntime:
         rows = [
             np.arange(end - segment.logits_to_keep, end) for segment, end in zip(segments, ends, strict=True)
         ]
-        return self._call(
-            np.concatenate([segment.tokens for segment in segments]),
-            np.concatenate([np.arange(s.past, s.past + len(s.tokens)) for s in segments]),
-            cache,
-            np.concatenate(rows),
-        )
+        tokens = np.concatenate([segment.tokens for segment in segments])
+        positions = np.concatenate([np.arange(s.past, s.past + len(s.tokens)) for s in segments])
+        more: dict[str, Any] = {}
+        if self._images is not None and any(segment.images for segment in segments):
+            tokens, positions, more = self._images.arguments(segments, tokens, positions)
+        return self._call(tokens, positions, cache, np.concatenate(rows), **more)
 
     def _one_by_one(self, pool: TorchPool, segments: Sequence[Segment]) -> Logits:
         scored = []
@@ -452,13 +471,18 @@ class TorchRuntime:
         return np.concatenate(scored)
 
     def _call(
-        self, tokens: Tokens, positions: NDArray[np.int64], cache: HookedCache, rows: NDArray[np.int64]
+        self,
+        tokens: Tokens,
+        positions: NDArray[np.int64],
+        cache: HookedCache,
+        rows: NDArray[np.int64],
+        **more: Any,
     ) -> Logits:
         ids, places, kept = (
             torch.from_numpy(numbers.astype(np.int64)).to(self._device)
             for numbers in (tokens, positions, rows)
         )
-        logits = self._layout.calling(self._model, ids, places, cache, kept)
+        logits = self._layout.calling(self._model, ids, places, cache, kept, **more)
         scored: Logits = logits.float().cpu().numpy()
         return scored
 

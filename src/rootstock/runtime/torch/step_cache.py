@@ -22,6 +22,7 @@ from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
 from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
+from rootstock.runtime.torch.images.both_directions import BothDirections, runs_of
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepPart
@@ -55,7 +56,8 @@ class PackedCache(FusedStep):
             )
             for family in range(len(pool.families))
         ]
-        self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
+        self._attention: dict[tuple[Kernel, int], Any] = {}  # StepAttention or LatentStepAttention
+        self._runs = runs_of(segments) if any(segment.images for segment in segments) else []
         self._offsets: Tensor | None = None
         self._sequences: Tensor | None = None
         self._groups: list[tuple[Tensor, Tensor, bool]] | None = None
@@ -156,15 +158,20 @@ class PackedCache(FusedStep):
     def within(self, part: StepPart) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._adapter_rows is None else self._adapter_rows.within(part)
 
-    def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
+    def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention | BothDirections:
         """Prepares attention for a kernel and family when a layer first needs it."""
         alike = memory.kernel, memory.family
         prepared = self._attention.get(alike)
         if prepared is None:
             kernel = getattr(self._pool.kernels, memory.kernel)
-            prepared = kernel.prepare(self._spans[memory.family], self._pool.families[memory.family])
+            spans, family = self._spans[memory.family], self._pool.families[memory.family]
+            prepared = kernel.prepare(spans, family)
+            if self._runs:
+                size, device = self._pool.block_size, self._pool.device
+                prepared = BothDirections(prepared, self._runs, spans, family, size, device)
             self._attention[alike] = prepared
-        return prepared
+        found: StepAttention | LatentStepAttention | BothDirections = prepared
+        return found
 
     def _tensor(self, numbers: NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self._pool.device)
@@ -184,7 +191,7 @@ def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
 @dataclass(slots=True, eq=False)
 class _PooledLayer:
     memory: LayerMemory
-    attention: StepAttention | LatentStepAttention
+    attention: StepAttention | LatentStepAttention | BothDirections
     key: Tensor  # [tokens, kv_heads, key_dim], equal to the pool's rows
     value: Tensor
 

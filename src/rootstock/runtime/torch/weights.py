@@ -116,8 +116,14 @@ def refuse_quantized_tensors(
 
 
 def kind_of(model: str, config: Any) -> Any:
-    """Returns transformers' class that finds the architecture of a configuration: of models of text, and of models of
-    text and images for the ones that have no class of their text alone. Raises ModelUnsupported."""
+    """Returns transformers' class that finds the architecture of a configuration: of models of text and images for
+    those without a class of their text alone, or with a processor beside them; otherwise of models of text. Raises
+    ModelUnsupported."""
+    files = (
+        Path(config.name_or_path) / name for name in ("processor_config.json", "preprocessor_config.json")
+    )
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and any(file.is_file() for file in files):
+        return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

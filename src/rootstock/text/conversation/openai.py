@@ -19,10 +19,9 @@ from rootstock.text.conversation.marks import (
     cache_control_of,
     count_marks,
 )
-from rootstock.text.conversation.media import medium_line, medium_of
+from rootstock.text.conversation.media import image_lines, medium_line, medium_of
 from rootstock.text.conversation.types import (
     Conversation,
-    MediumKind,
     Message,
     MessagePart,
     PrefixMark,
@@ -53,7 +52,7 @@ from rootstock.text.limits import (
 # Fields in which clients send back an answer's reasoning. All servers but this one have one of the first two.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # Fields of messages with media beside the content: OpenAI's spoken answers, and images of OpenRouter's and Ollama's.
-_MEDIA_FIELDS: Mapping[str, MediumKind] = {"audio": "audio", "images": "image"}
+_MEDIA_FIELDS = ("audio", "images")
 # The arguments of a custom tool, which takes one text: templates and models know functions only.
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -134,9 +133,9 @@ def _message_of(message: Mapping[str, Any], path: str) -> Message:
     # Of any length: some clients put kilobytes into it.
     refuse_other_text(message.get("tool_call_id"), f"{path}.tool_call_id", None)
     texts = _texts_of(content, cache_control_of(message, path), f"{path}.content")
-    beside = [
-        medium_line(kind, f"{path}.{field}") for field, kind in _MEDIA_FIELDS.items() if message.get(field)
-    ]
+    beside = [medium_line("audio", f"{path}.audio")] if message.get("audio") else []
+    if message.get("images"):
+        beside += image_lines(message["images"], f"{path}.images")
     if beside:
         texts = [*(text for text in texts if text.text or text.mark), *beside]
     known = {"role", "content", "tool_calls", CACHE_CONTROL, *_REASONING_FIELDS, *_MEDIA_FIELDS}

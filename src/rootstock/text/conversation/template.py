@@ -326,12 +326,17 @@ def _joined(texts: Iterable[Text]) -> tuple[str, _Ends]:
     pieces: list[str] = []
     ends: list[tuple[int, PrefixMark]] = []
     chars = 0
+    breaks = False  # a line ends before the next text: beside an image none does
     for part in texts:
-        chars += (len(_BETWEEN_PARTS) if pieces else 0) + len(part.text)
+        if breaks and not part.is_image:
+            pieces.append(_BETWEEN_PARTS)
+            chars += len(_BETWEEN_PARTS)
+        chars += len(part.text)
         pieces.append(part.text)
+        breaks = not part.is_image
         if part.mark is not None:
             ends.append((chars, part.mark))
-    return _BETWEEN_PARTS.join(pieces), ends
+    return "".join(pieces), ends
 
 
 class _Shown(Enum):

@@ -27,9 +27,11 @@ MediumKind = Literal["image", "audio", "video", "file"]
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """An image or another medium of the client that the model does not read: a line of text stands for it."""
+    """An image or another medium of the client: a line of text stands for it if the model does not read it."""
 
     kind: MediumKind
+    # Of an image: its file in base64, or its address; "": it is elsewhere.
+    source: str = field(default="", compare=False, repr=False, kw_only=True)
     field: str = field(compare=False)  # of the client's body: answers name it
 
 
@@ -38,6 +40,7 @@ class Text:
     text: str
     mark: PrefixMark | None = None  # at the end of this part
     media: tuple[Medium, ...] = ()  # for which the text, or a line of it, stands
+    is_image: bool = False  # the text is the marker of an image: it adjoins other texts without a line break
 
 
 @dataclass(frozen=True, slots=True)

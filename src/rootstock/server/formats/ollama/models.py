@@ -97,7 +97,11 @@ def _capabilities(slot: ModelSlot) -> list[str]:
     model = slot.loaded
     if model is None:
         return ["completion"]
-    more = {"tools": model.output.has_calls, "thinking": model.output.shows_reasoning}
+    more = {
+        "tools": model.output.has_calls,
+        "thinking": model.output.shows_reasoning,
+        "vision": model.images is not None,
+    }
     return ["completion", *(name for name, has in more.items() if has)]
 
 

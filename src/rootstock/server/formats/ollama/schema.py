@@ -34,7 +34,7 @@ from rootstock.server.wire.hints.fields import HintFields
 from rootstock.text.chat_template import TemplateNames
 from rootstock.text.constraints.asked import ANY_JSON_OBJECT, Constraint
 from rootstock.text.constraints.json_schema import json_schema_of
-from rootstock.text.conversation.media import medium_line
+from rootstock.text.conversation.media import image_lines
 from rootstock.text.conversation.openai import conversation_of
 from rootstock.text.conversation.types import Conversation, IgnoredField, Message, Text
 from rootstock.text.limits import (
@@ -220,7 +220,7 @@ class OllamaGenerateRequest(OllamaFields):
         options, ignored = self.template_variables(names)
         parts = [Text(self.prompt)] if self.prompt else []
         if self.images:
-            parts.append(medium_line("image", "images"))
+            parts += image_lines(self.images, "images")
         system = [Message("system", (Text(self.system),), origin="system")] if self.system else []
         messages = [*system, Message("user", tuple(parts), origin="prompt")]
         return Conversation(messages, options=options, ignored=(*ignored, *self.ignored()))
