@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rootstock.runtime.host_memory import (
     footprint_bytes,
     free_host_bytes,
     physical_footprint,
+    reporting_growth,
     resident_footprint,
     return_free_memory,
     return_free_memory_of,
@@ -20,6 +23,7 @@ from rootstock.runtime.host_memory import (
     total_host_bytes,
 )
 from rootstock.units import MIB
+from waiting import HANG_S
 
 STATUS = """Name:\tpython
 VmSwap:\t      64 kB
@@ -118,3 +122,23 @@ def test_heaps_are_shared_where_the_library_is_glibc() -> None:
 
 def test_the_machine_has_more_memory_than_is_free() -> None:
     assert 0 < free_host_bytes() <= total_host_bytes()
+
+
+def test_the_growth_of_the_process_is_reported_while_a_library_loads() -> None:
+    reported: list[float] = []
+    arrived = threading.Event()
+
+    def report(done: float) -> None:
+        reported.append(done)
+        if done > 0.4:
+            arrived.set()
+
+    with reporting_growth(report, 64 << 20):
+        held = np.ones(64 << 20, np.uint8)
+        assert arrived.wait(HANG_S)
+    assert held[0] == 1
+    assert reported == sorted(reported)
+    assert reported[-1] <= 0.99
+    count = len(reported)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rootstock-load-progress"]
+    assert len(reported) == count

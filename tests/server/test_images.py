@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -121,7 +120,10 @@ def test_images_of_tools_and_of_ollamas_clients_are_read(client: httpx.Client) -
 
 def test_a_count_of_tokens_counts_images(client: httpx.Client) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": coded(6)}
-    body = {"model": "model", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+    }
     assert client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"] > 24
 
 

@@ -138,8 +138,8 @@ class LLM:
         tokens that messages spell out are control tokens, else plain text. `sampling_defaults` is the source of
         parameters that are None: "model" for its generation_config.json, or "openai". `tool_parser` names the format
         of calls and reasoning, which "auto" finds by the template. An image that the model does not see, or another
-        medium, is an error in a message, or with `media="mention"` a line of the prompt. `progress` is called with a stage and its completed
-        share. For the other options see `Options`.
+        medium, is an error in a message, or with `media="mention"` a line of the prompt. `progress` is called, from
+        any thread, with a stage and its completed share. For the other options see `Options`.
         """
         wait_briefly()
         model = str(model) if isinstance(model, Path) else model

@@ -61,6 +61,7 @@ class ModelDescription:
     mode_reason: str = ""  # reason why no better mode is used
     quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
     weights: str = ""  # formats of the files and sizes there and in memory, in words; "": not known
+    images: str = ""  # "seen", or the reason why not; "": a model of text
     # Identifies the byte layout of rows and the code that makes them; a tier must not mix two.
     layout: str = ""
     runtime: str = "torch"  # "torch" | "mlx" | "openvino"

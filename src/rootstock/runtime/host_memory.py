@@ -7,7 +7,8 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,35 @@ def large_blocks_apart() -> Iterator[None]:
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+@contextlib.contextmanager
+def reporting_growth(report: Callable[[float], None], expected_bytes: int) -> Iterator[None]:
+    """Reports, five times a second and from a thread of its own, the share of the expected bytes by which this
+    process has grown: the progress of a library that loads weights and tells none. Pages of mapped files count."""
+    before, over = _resident_bytes(), threading.Event()
+
+    def watch() -> None:
+        done = 0.0
+        while before is not None and not over.wait(0.2):
+            done = max(done, min(0.99, ((_resident_bytes() or before) - before) / max(1, expected_bytes)))
+            report(done)
+
+    thread = threading.Thread(target=watch, name="rootstock-load-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _resident_bytes() -> int | None:
+    """Returns the memory of this process, with pages of files. None: this system does not tell it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return footprint_bytes()
 
 
 def return_free_memory_of(libc: Any) -> None:

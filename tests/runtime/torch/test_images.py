@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ import torch
 
 from image_checkpoints import FAMILIES, file_of, picture, save_images
 from image_schedules import ANSWER_TOKENS, Player, Turns, messages_of
+from rootstock.cache.families import RecurrentState, token_families
 from rootstock.cache.image_tokens import FIRST_IMAGE_TOKEN, ImageLayout, PlacedImage
+from rootstock.cache.types import NO_SLOT, SlotId
 from rootstock.config import ModelConfig
 from rootstock.errors import ImageFailed, ImageUnusable, InvalidParameter
 from rootstock.llm.params import SamplingParams
-from rootstock.runtime.base import Segment
+from rootstock.runtime.base import Batch, Segment
 from rootstock.runtime.torch.images.both_directions import runs_of
+from rootstock.runtime.torch.images.reader import TorchImageReader
 from rootstock.runtime.torch.images.step import rotary_positions
 from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
@@ -52,6 +56,7 @@ def test_a_runtime_in_bfloat16_reads_images(family: str, tmp_path: Path) -> None
     directory = save_images(tmp_path / "model", family, torch.bfloat16)
     runtime = load_model(ModelConfig(model=str(directory), dtype="bfloat16"))
     assert runtime.images is not None
+    assert runtime.description.images == "seen"
 
 
 def test_pictures_of_the_same_size_are_told_apart(tmp_path: Path) -> None:
@@ -83,6 +88,35 @@ def test_a_vision_tower_that_fails_costs_its_own_request(
     assert output.token_ids == expected.token_ids
 
 
+def test_the_token_of_images_is_text_where_no_image_is(player: Player) -> None:
+    """A model may sample it, or a prompt may have its id: beside an image, it must not get features."""
+    runtime = load_model(ModelConfig(model=str(player.directory), dtype="float32"))
+    assert isinstance(runtime.images, TorchImageReader)
+    found = runtime.images.layout(file_of(picture(0)), "here")
+    families = runtime.description.families
+    runtime.allocate([64] * len(families), 16)
+    stateful = isinstance(families[-1], RecurrentState)
+    row = runtime.images.row_token
+
+    def segment_of(number: int, tokens: Any, *images: PlacedImage) -> Segment:
+        tables = tuple(np.arange(8, dtype=np.int32) + 8 * number for _ in token_families(families))
+        state = SlotId(number) if stateful else NO_SLOT
+        return Segment(np.array(tokens, np.int32), 0, tables, len(tokens), state, images=images)
+
+    text = [20, row, 21, row, row]
+    rows = np.full(found.span, 22)
+    rows[found.offsets] = found.tokens()
+    with_image = [23, 24, *rows, 25, row]
+    image = PlacedImage(found, file_of(picture(0)), 2)
+    alone = [
+        runtime.forward(Batch([segment_of(0, text)])),
+        runtime.forward(Batch([segment_of(1, with_image, image)])),
+    ]
+    together = runtime.forward(Batch([segment_of(2, text), segment_of(3, with_image, image)]))
+    assert np.allclose(together, np.concatenate(alone), atol=1e-4)
+    assert np.allclose(alone[0], runtime.forward(Batch([segment_of(4, text)])))
+
+
 def test_too_many_images_are_refused_before_one_is_decoded(player: Player) -> None:
     elsewhere = {"type": "image_url", "image_url": {"url": "https://192.0.2.1/a.png"}}
     with player.opened(budget_bytes="64MiB") as llm:
@@ -99,6 +133,7 @@ def test_a_model_without_a_processor_is_served_as_a_model_of_text(tmp_path: Path
     runtime = load_model(ModelConfig(model=str(directory), dtype="float32"))
     assert isinstance(runtime, TorchRuntime)
     assert runtime.images is None
+    assert runtime.description.images.startswith("not seen: its processor")
 
 
 # ---- positions and runs

@@ -35,7 +35,12 @@ from rootstock.runtime.base import (
     Segment,
 )
 from rootstock.runtime.gguf_files import tensors_in
-from rootstock.runtime.host_memory import free_host_bytes, large_blocks_apart, refuse_host_tier
+from rootstock.runtime.host_memory import (
+    free_host_bytes,
+    large_blocks_apart,
+    refuse_host_tier,
+    reporting_growth,
+)
 from rootstock.runtime.memory_fit import Demands, refuse_hopeless_budget, refuse_longer_context
 from rootstock.runtime.model_config import context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
@@ -125,15 +130,18 @@ def load_model(
         empty = empty_model(name, declared, trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
+        needed = weight_bytes(tensors, empty, dtype, config.quantize)
         if config.memory_check:
-            needed = weight_bytes(tensors, empty, dtype, config.quantize)
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         del empty
         if demands.kv_budget is not None:
             _refuse_hopeless_budget(config, declared, dtype, demands)
         report("load", 0.0)
-        with large_blocks_apart():
+        loaded = (
+            sum(file.stat().st_size for file in files) + needed.resident
+        )  # pages of files, and the weights
+        with large_blocks_apart(), reporting_growth(functools.partial(report, "load"), loaded):
             model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
@@ -209,14 +217,14 @@ def load_model(
     )
     with_graphs = device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
     words = f"{stored_in_words(name, directory, files, tensors)}; {in_units(weight_nbytes(model))} in memory"
-    stored = replace(stored, description=replace(stored.description, weights=words))
-    images = open_images(
+    images, seen = open_images(
         model,
         directory,
         served.description,
         lambda images: TorchRuntime(model, served, images=images),
         trust_remote_code=trusted,
     )
+    stored = replace(stored, description=replace(stored.description, weights=words, images=seen))
     return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters, images=images)
 
 
@@ -454,10 +462,11 @@ class TorchRuntime:
         ]
         tokens = np.concatenate([segment.tokens for segment in segments])
         positions = np.concatenate([np.arange(s.past, s.past + len(s.tokens)) for s in segments])
-        more: dict[str, Any] = {}
-        if self._images is not None and any(segment.images for segment in segments):
-            tokens, positions, more = self._images.arguments(segments, tokens, positions)
-        return self._call(tokens, positions, cache, np.concatenate(rows), **more)
+        kept = np.concatenate(rows)
+        if self._images is None or not any(segment.images for segment in segments):
+            return self._call(tokens, positions, cache, kept)
+        with self._images.arguments(segments, tokens, positions) as (tokens, positions, more):
+            return self._call(tokens, positions, cache, kept, **more)
 
     def _one_by_one(self, pool: TorchPool, segments: Sequence[Segment]) -> Logits:
         scored = []

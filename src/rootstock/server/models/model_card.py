@@ -101,6 +101,7 @@ def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, 
         ("model", description.name),
         ("architecture", f"{description.architecture}, {description.parameters:,} parameters"),
         *([("weights", description.weights)] if description.weights else []),
+        *([("images", description.images)] if description.images else []),
         ("runtime", description.runtime),
         (
             "runs",

@@ -41,23 +41,22 @@ def open_images(
     make_runtime: Callable[[StepImages], Runtime],
     *,
     trust_remote_code: bool,
-) -> StepImages | None:
-    """Returns the images of a model that sees them; None, with a line in the log, if they cannot be served."""
+) -> tuple[StepImages | None, str]:
+    """Returns the images of a model that sees them, and "seen"; None and the reason, which the log has too, if they
+    cannot be served. ("": a model of text.)"""
     if type(model.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return None
+        return None, ""
     try:
         if description.execution_mode == "one sequence per forward":
             raise ImagesUnsupported("it is run one sequence per forward")
         reader = TorchImageReader(model, directory, trust_remote_code=trust_remote_code)
         images = StepImages(model, reader)
         _check(model, description, images, make_runtime)
-    except ImagesUnsupported as reason:
-        _log.warning("Images are not read, and a line of text stands for each: %s", reason)
-        return None
     except Exception as error:  # the model's own code may raise anything
-        _log.warning("Images are not read, and a line of text stands for each: %s", say(error))
-        return None
-    return images
+        reason = str(error) if isinstance(error, ImagesUnsupported) else say(error)
+        _log.warning("Images are not seen, and a line of text stands for each: %s", reason)
+        return None, f"not seen: {reason}"
+    return images, "seen"
 
 
 def _check(

@@ -6,6 +6,7 @@ as they do with features of their own. An image is computed alone and once, for 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -54,23 +55,47 @@ class StepImages:
                 except Exception as error:  # the code of the model or its processor may raise anything
                     raise ImageFailed(number, error) from error
 
+    @contextlib.contextmanager
     def arguments(
         self, segments: Sequence[Segment], tokens: Tokens, positions: _Positions
-    ) -> tuple[Tokens, _Positions, dict[str, Any]]:
-        """Returns the tokens [tokens] of a step as the model has them, their positions, and further arguments of the
-        model's forward. The features are computed."""
+    ) -> Iterator[tuple[Tokens, _Positions, dict[str, Any]]]:
+        """Yields the tokens [tokens] of a step as the model has them, their positions, and further arguments of the
+        model's forward, which runs within. The features are computed."""
         parts = [
             _select(self._of_step[image.layout.digest], rows)
             for segment in segments
             for image, rows in _rows_in(segment)
         ]
         given = {"mm_encoder_outputs": {"image": _joined(parts)}} if parts else {}
+        written = np.flatnonzero((tokens == self.reader.row_token) & bool(parts))
         tokens = np.where(tokens >= FIRST_IMAGE_TOKEN, np.int32(self.reader.row_token), tokens)
         layouts = [image.layout for segment in segments for image in segment.images]
         axes = next((len(each.positions) for each in layouts if each.positions is not None), None)
         if axes is not None:
             positions = np.concatenate([rotary_positions(segment, axes) for segment in segments], axis=1)
-        return tokens, positions, given
+        if not len(written):
+            yield tokens, positions, given
+            return
+        tokens[written] = 0
+        with self._embedding_row_token(written):
+            yield tokens, positions, given
+
+    @contextlib.contextmanager
+    def _embedding_row_token(self, places: NDArray[np.intp]) -> Iterator[None]:
+        """Embeds the model's row token at these places of the forward within, where it is text: a model may have
+        sampled it, or a client's prompt may have its id. The model would put features there."""
+
+        def embed(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+            handle.remove()
+            token = torch.tensor([[self.reader.row_token]], device=embedded.device)
+            embedded[0, places] = module(token)[0]
+            return embedded
+
+        handle = self._model.get_input_embeddings().register_forward_hook(embed)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _computed(self, image: PlacedImage) -> Any:
         """Returns the features of all rows of an image."""
