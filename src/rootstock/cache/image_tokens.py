@@ -38,6 +38,14 @@ class ImageLayout:
     advance: int = 0  # of the position after it from the first row's; of no use without `positions`
     sees_both_directions: bool = False  # adjoining rows attend to each other, also to later ones
     pixels: int = 0  # of the file
+    # The owner of the memory that is kept of it, and the salt of its prompts: nothing of it is kept for others.
+    owner: str = ""
+    salt: str = ""
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """The key of what is kept of the image."""
+        return self.salt, self.digest
 
     @property
     def span(self) -> int:

@@ -166,7 +166,8 @@ class PromptModel:
             conversation, dropped = without_volatile_heads(conversation)
         sent: SentImages = []
         if self.images is not None:
-            conversation, sent = with_markers(conversation, self.images.layout)
+            read = partial(self.images.layout, owner=owner.share, salt=owner.salt)
+            conversation, sent = with_markers(conversation, read)
         self.tokenizer.refuse_more_chars(conversation.count_chars())
         template = template_input(conversation, self.model_tokenizer)
         if self.rules.refuses_media:
@@ -273,6 +274,8 @@ class ServedModel(PromptModel):
         """Removes cached prefixes, and the stored data of their texts. Raises the errors of `Engine.clear`."""
         if clearing.memory and not clearing.public:
             self.tokenizer.forget(clearing.salt)
+            if self.images is not None:
+                self.images.forget(clearing.salt)
             self.fingerprints.forget(clearing.salt)
         return self.engine.clear(clearing)
 

@@ -120,9 +120,14 @@ class LoadedAdapter:
 class ImageReader(Protocol):
     """Reader of the images that a model sees."""
 
-    def layout(self, data: bytes, field: str) -> ImageLayout:
+    def layout(self, data: bytes, field: str, owner: str, salt: str) -> ImageLayout:
         """Decodes an image's file, unless its layout is known, and returns what it takes in a prompt. From any
-        thread. Raises ImageUnusable, with the client's `field`."""
+        thread. What is kept of it is for prompts of this salt alone, and counts for the owner. Raises ImageUnusable,
+        with the client's `field`."""
+        ...
+
+    def forget(self, salt: str | None) -> None:
+        """Drops what is kept of the images of one salt, or of all."""
         ...
 
 

@@ -153,7 +153,7 @@ def refuse_media(media: Sequence[Medium]) -> None:
 
 # ---- images for models that read them
 
-ReadImage = Callable[[bytes, str], ImageLayout]  # of a file and its field; raises ImageUnusable
+ReadImage = Callable[[bytes, str], ImageLayout]  # takes a file and its field; raises ImageUnusable
 SentImages = list[tuple[ImageLayout, bytes]]  # with their files, in the order of the conversation
 
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import xxhash
 
+from rootstock.cache.fair_memory import FairMemory, Key
 from rootstock.text.conversation.template import TemplateInput
-from rootstock.text.prompts.fair_memory import FairMemory, Key
 from rootstock.text.prompts.tenant_salt import PromptOwner
 from rootstock.units import MIB
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from rootstock.cache.fair_memory import FairMemory, Key
 from rootstock.cache.types import Tokens
 from rootstock.errors import SpecialTokenInText
-from rootstock.text.prompts.fair_memory import FairMemory, Key
 from rootstock.text.prompts.same_call import CallSpan, ReturnedCall, SampledCall, span_of
 from rootstock.text.prompts.spelling import Spelled, Spelling
 from rootstock.text.special_tokens import escape_strings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from rootstock.cache.fair_memory import FairMemory
 from rootstock.cache.image_tokens import ImageLayout, PlacedImage, SmallImages
 from rootstock.errors import ImageUnusable
 from rootstock.runtime.image_files import ImageDecoder, Pixels, UndecodableImage
@@ -24,8 +24,7 @@ from rootstock.units import MIB
 
 Inputs = dict[str, Any]  # of the vision tower, by the names of its arguments: pixels, grids, sizes
 
-MOST_INPUT_BYTES = 512 * MIB  # of images that no forward has taken yet
-MOST_LAYOUT_BYTES = 64 * MIB
+MOST_LAYOUT_BYTES, MOST_INPUT_BYTES, MOST_FEATURE_BYTES = 64 * MIB, 256 * MIB, 256 * MIB
 _OF_TEXT = {
     "input_ids",
     "attention_mask",
@@ -57,19 +56,17 @@ class TorchImageReader:
         self._written = self._written_by_template()
         self._decoder = ImageDecoder()
         self._small = SmallImages()
-        self._lock = threading.Lock()  # guards what is kept below
-        self._layouts: OrderedDict[bytes, ImageLayout] = OrderedDict()  # by the digest of the file
-        self._layout_bytes = 0
-        self._inputs: OrderedDict[bytes, Inputs] = OrderedDict()  # by the digest of the layout
-        self._input_bytes = 0
+        self._lock = threading.Lock()  # guards the small images
+        self._layouts = FairMemory[ImageLayout](MOST_LAYOUT_BYTES)  # by the digest of the file
+        # By the key of the layout: inputs until a forward takes them, and the features that it makes of them.
+        self._inputs = FairMemory[Inputs](MOST_INPUT_BYTES)
+        self.features = FairMemory[Any](MOST_FEATURE_BYTES)
 
-    def layout(self, data: bytes, field: str) -> ImageLayout:
+    def layout(self, data: bytes, field: str, owner: str, salt: str) -> ImageLayout:
         digest = hashlib.sha256(data).digest()
-        with self._lock:
-            known = self._layouts.get(digest)
-            if known is not None:
-                self._layouts.move_to_end(digest)
-                return known
+        known = self._layouts.get(owner, (salt, digest))
+        if known is not None:
+            return known
         try:
             pixels = self._decoder.decode(data)
             inputs, ids, text = self._processed(pixels)
@@ -77,21 +74,23 @@ class TorchImageReader:
             remedy = "Send a PNG, JPEG, WebP or GIF file of a usual size."
             raise ImageUnusable(field, f"it {error}", remedy) from error
         except Exception as error:  # from the processor, which may refuse a size or a shape
-            raise ImageUnusable(
-                field, f"the model's processor refuses it ({say(error)})", "Resize it."
-            ) from error
-        layout = replace(self._made(digest, inputs, ids, text), pixels=pixels.size // 3)
-        return self._kept(digest, layout, inputs)
+            reason = f"the model's processor refuses it ({say(error)})"
+            raise ImageUnusable(field, reason, "Resize it.") from error
+        made = self._made(digest, inputs, ids, text)
+        layout = replace(made, pixels=pixels.size // 3, owner=owner, salt=salt)
+        self._layouts.put(owner, (salt, digest), layout, layout.nbytes)
+        self._inputs.put(owner, layout.key, inputs, _nbytes(inputs))
+        return layout
+
+    def forget(self, salt: str | None) -> None:
+        for kept in (self._layouts, self._inputs, self.features):
+            kept.forget(salt)
 
     def take_inputs(self, image: PlacedImage) -> Inputs:
         """Returns the inputs of the vision tower for an image, and forgets them. Decodes the file again if its layout
         was known, or if many images were sent since. Raises UndecodableImage."""
-        with self._lock:
-            inputs = self._inputs.pop(image.layout.digest, None)
-            if inputs is not None:
-                self._input_bytes -= _nbytes(inputs)
-                return inputs
-        return self._processed(self._decoder.decode(image.data))[0]
+        inputs = self._inputs.take(image.layout.owner, image.layout.key)
+        return self._processed(self._decoder.decode(image.data))[0] if inputs is None else inputs
 
     def of_pixels(self, pixels: Pixels) -> tuple[ImageLayout, Inputs, Tensor]:
         """Returns the layout of an image, its inputs, and the ids of the text that stands for it: for the
@@ -113,20 +112,6 @@ class TorchImageReader:
         return ImageLayout(
             digest, text, self.row_token, offsets, positions, advance, self.sees_both_directions
         )
-
-    def _kept(self, digest: bytes, layout: ImageLayout, inputs: Inputs) -> ImageLayout:
-        with self._lock:
-            if (known := self._layouts.get(digest)) is not None:  # another thread has made it
-                return known
-            self._layouts[digest] = layout
-            self._layout_bytes += layout.nbytes
-            while self._layout_bytes > MOST_LAYOUT_BYTES and len(self._layouts) > 1:
-                self._layout_bytes -= self._layouts.popitem(last=False)[1].nbytes
-            self._inputs[layout.digest] = inputs
-            self._input_bytes += _nbytes(inputs)
-            while self._input_bytes > MOST_INPUT_BYTES and len(self._inputs) > 1:
-                self._input_bytes -= _nbytes(self._inputs.popitem(last=False)[1])
-        return layout
 
     def _processed(self, pixels: Pixels) -> tuple[Inputs, Tensor, str]:
         """Returns the vision tower's inputs for an image, the ids of the text that stands for it, and the text."""

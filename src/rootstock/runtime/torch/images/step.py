@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ from rootstock.errors import ImageFailed
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.images.reader import ImagesUnsupported, Inputs, TorchImageReader
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
-from rootstock.units import MIB
-
-MOST_FEATURE_BYTES = 256 * MIB  # kept of images that were computed; more if one step needs more
 
 _Positions = NDArray[np.int64]  # [tokens], or [axes, tokens]
 
@@ -39,9 +35,7 @@ class StepImages:
             raise ImagesUnsupported("its code takes no features of images from outside")
         self.reader = reader
         self._model: Any = model
-        self._features: OrderedDict[bytes, Any] = OrderedDict()
-        self._bytes = 0
-        self._of_step: dict[bytes, Any] = {}
+        self._of_step: dict[tuple[str, bytes], Any] = {}
 
     def compute(self, segments: Sequence[Segment]) -> None:
         """Computes the features of the images whose rows a step computes. Raises ImageFailed."""
@@ -49,7 +43,7 @@ class StepImages:
         for number, segment in enumerate(segments):
             for image, _ in _rows_in(segment):
                 try:
-                    self._of_step[image.layout.digest] = self._computed(image)
+                    self._of_step[image.layout.key] = self._computed(image)
                 except OutOfMemory:
                     raise
                 except Exception as error:  # the code of the model or its processor may raise anything
@@ -62,7 +56,7 @@ class StepImages:
         """Yields the tokens [tokens] of a step as the model has them, their positions, and further arguments of the
         model's forward, which runs within. The features are computed."""
         parts = [
-            _select(self._of_step[image.layout.digest], rows)
+            _select(self._of_step[image.layout.key], rows)
             for segment in segments
             for image, rows in _rows_in(segment)
         ]
@@ -99,18 +93,13 @@ class StepImages:
 
     def _computed(self, image: PlacedImage) -> Any:
         """Returns the features of all rows of an image."""
-        digest = image.layout.digest
-        found = self._features.get(digest)
-        if found is not None:
-            self._features.move_to_end(digest)
-            return found
-        output, rows = self.encoded(self.reader.take_inputs(image)), len(image.layout.offsets)
-        fields = {name: _rows_of(value, rows) for name, value in output.items()}
-        found = type(output)(**{name: value for name, value in fields.items() if value is not None})
-        self._features[digest] = found
-        self._bytes += _nbytes(found)
-        while self._bytes > MOST_FEATURE_BYTES and len(self._features) > 1:
-            self._bytes -= _nbytes(self._features.popitem(last=False)[1])
+        layout, kept = image.layout, self.reader.features
+        found = kept.get(layout.owner, layout.key)
+        if found is None:
+            output, rows = self.encoded(self.reader.take_inputs(image)), len(layout.offsets)
+            fields = {name: _rows_of(value, rows) for name, value in output.items()}
+            found = type(output)(**{name: value for name, value in fields.items() if value is not None})
+            kept.put(layout.owner, layout.key, found, _nbytes(found))
         return found
 
     def encoded(self, inputs: Inputs) -> Any:

@@ -63,12 +63,15 @@ def test_pictures_of_the_same_size_are_told_apart(tmp_path: Path) -> None:
     directory = save_images(tmp_path / "model", FAMILIES[0])
     runtime = load_model(ModelConfig(model=str(directory), dtype="float32"))
     assert runtime.images is not None
-    layouts = [runtime.images.layout(file_of(picture(seed)), "here") for seed in range(3)]
-    again = runtime.images.layout(file_of(picture(0)), "here")
-    assert again is layouts[0]
+    layouts = [runtime.images.layout(file_of(picture(seed)), "here", "", "") for seed in range(3)]
+    assert runtime.images.layout(file_of(picture(0)), "here", "", "") is layouts[0]
+    # What is kept of an image is kept for one salt: no time tells that another tenant has sent it.
+    assert runtime.images.layout(file_of(picture(0)), "here", "tenant", "salt") is not layouts[0]
+    runtime.images.forget("")
+    assert runtime.images.layout(file_of(picture(0)), "here", "", "") is not layouts[0]
     assert len({layout.tokens().tobytes() for layout in layouts}) == 3
     with pytest.raises(ImageUnusable, match="'messages' cannot be read: it is no PNG"):
-        runtime.images.layout(b"nothing", "messages")
+        runtime.images.layout(b"nothing", "messages", "", "")
 
 
 def test_a_vision_tower_that_fails_costs_its_own_request(
@@ -92,7 +95,7 @@ def test_the_token_of_images_is_text_where_no_image_is(player: Player) -> None:
     """A model may sample it, or a prompt may have its id: beside an image, it must not get features."""
     runtime = load_model(ModelConfig(model=str(player.directory), dtype="float32"))
     assert isinstance(runtime.images, TorchImageReader)
-    found = runtime.images.layout(file_of(picture(0)), "here")
+    found = runtime.images.layout(file_of(picture(0)), "here", "", "")
     families = runtime.description.families
     runtime.allocate([64] * len(families), 16)
     stateful = isinstance(families[-1], RecurrentState)

@@ -62,6 +62,13 @@ class FairMemory(Generic[V]):
             while self.held_bytes > self._cap_bytes:
                 self._drop_one()
 
+    def take(self, owner: str, key: Key) -> V | None:
+        """Returns a value and removes it."""
+        found = self.get(owner, key)
+        with self._lock:
+            self._remove(owner, key)
+        return found
+
     def forget(self, salt: str | None) -> None:
         """Drops the values of one salt, or all."""
         with self._lock:
