@@ -165,7 +165,7 @@ def test_media_are_refused_or_mentioned_in_the_prompt(directory: Path, media: st
     asked = [{"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}]
     with LLM(directory, dtype="float32", budget_bytes=BUDGET, device="cpu", media=media) as llm:
         if media == "refuse":
-            with pytest.raises(Unsupported, match="the model reads only text"):
+            with pytest.raises(Unsupported, match="the model does not read it"):
                 llm.chat(asked, GREEDY)
             return
         [answer] = llm.chat(asked, SamplingParams(max_tokens=1))

@@ -177,7 +177,7 @@ def test_max_tokens_beyond_the_context_is_lowered(oracle: Make) -> None:
 def test_a_chat_with_an_image_is_refused(one: Oracle) -> None:
     """A program reads the error. An agent's session over HTTP goes on with a line of text instead."""
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-    with pytest.raises(Unsupported, match="the model reads only text") as refused:
+    with pytest.raises(Unsupported, match="the model does not read it") as refused:
         one.llm.chat([{"role": "user", "content": [picture]}], GREEDY)
     assert refused.value.param == "messages[0].content[0]"
 

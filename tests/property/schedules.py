@@ -11,6 +11,7 @@ every pool is accounted for.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Collection
@@ -32,6 +33,7 @@ from property.simulated_tier import (
 )
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
+from rootstock.cache.image_tokens import ImageLayout, PlacedImage, chunk_end
 from rootstock.cache.lease import Lease
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
@@ -68,6 +70,21 @@ VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
 ADAPTER = "adapter"  # of some requests: the oracle has other tokens for them
 LOST_SHARE = 0.3  # of forwards that fail: they lose the pools
+# Images with one run of rows and with two, most of which see each other.
+IMAGES = tuple(
+    ImageLayout(
+        hashlib.sha256(bytes([number])).digest(), "", 0, np.array(rows, np.int32), sees_both_directions=both
+    )
+    for number, (rows, both) in enumerate(
+        [
+            ([0], True),
+            ([*range(5)], True),
+            ([*range(9)], True),
+            ([0, 1, 2, 5, 6, 7], True),
+            ([*range(7)], False),
+        ]
+    )
+)
 SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
@@ -104,6 +121,7 @@ class Subject:
     make: MakeRuntime
     families: tuple[Family, ...] | None = None  # None: any
     takes_adapters: bool = True
+    takes_images: bool = False
     log_probability_error: float | None = (
         None  # largest one allowed. None: few requests ask for probabilities
     )
@@ -116,7 +134,7 @@ def _oracle(families: tuple[Family, ...], fault: Callable[[Batch], None]) -> Fak
     return FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
 
 
-ORACLE = Subject(_oracle)
+ORACLE = Subject(_oracle, takes_images=True)
 
 
 @dataclass
@@ -400,7 +418,9 @@ def _live(
         if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
             salts = ("", "", "", "tenant") if provenance is None else SALTS
-            request = _request(rng, [*before, *clients], engine.context_limit, salts)
+            with_images = subject.takes_images and seed % 3 == 1
+            others = [*before, *clients]
+            request = _request(rng, others, engine.context_limit, salts, with_images=with_images)
             if subject.takes_adapters and provenance is None and (request.sampling.seed or 0) % 5 == 0:
                 request = replace(request, adapter=ADAPTER)
             if subject.log_probability_error is not None:
@@ -586,6 +606,9 @@ def _faults(rng: np.random.Generator, seed: int, lost_share: float = LOST_SHARE)
     losses = np.random.default_rng([seed, 8])
 
     def fault(batch: Batch) -> None:
+        for segment in batch.segments:
+            end = segment.past + len(segment.tokens)
+            assert chunk_end(segment.images, segment.past, end) == end, "a chunk ends inside an image"
         if fail_rate and rng.random() < fail_rate:
             raise PoolsLost(Injected()) if losses.random() < lost_share else Injected
 
@@ -611,7 +634,12 @@ def _families(rng: np.random.Generator) -> tuple[Family, ...]:
 
 
 def _request(
-    rng: np.random.Generator, clients: list[Client], limit: int, salts: Listed[str] = ("",)
+    rng: np.random.Generator,
+    clients: list[Client],
+    limit: int,
+    salts: Listed[str] = ("",),
+    *,
+    with_images: bool = False,
 ) -> Request:
     shared = SHARED
     kind = rng.random()
@@ -625,8 +653,11 @@ def _request(
     tail = rng.integers(0, VOCAB, rng.integers(0 if len(head) else 1, 12))
     tokens: Tokens = np.concatenate((head, tail)).astype(np.int32)
     tokens = tokens[: max(1, limit - 1)]
-    room = limit - len(tokens)
-    number = int(rng.integers(10**9))
+    room, number = limit - len(tokens), int(rng.integers(10**9))
+    images: tuple[PlacedImage, ...] = ()
+    if with_images:
+        tokens, images = _with_images(np.random.default_rng([number, 9]), tokens, clients, limit)
+        room = limit - len(tokens)
     return Request(
         id=RequestId(f"r{len(clients)}-{number}"),
         tokens=tokens,
@@ -646,9 +677,38 @@ def _request(
             Boundary(int(at), CheckpointKind(str(rng.choice(["system", "user", "tool"]))))
             for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))
         ),
-        prompt_logprobs=1 if rng.random() < 0.08 else None,
+        prompt_logprobs=1 if rng.random() < 0.08 and not images else None,
+        images=images,
         hints=_hints(np.random.default_rng([number, 3]), len(tokens)),
     )
+
+
+def _with_images(
+    rng: np.random.Generator, tokens: Tokens, clients: list[Client], limit: int
+) -> tuple[Tokens, tuple[PlacedImage, ...]]:
+    """Puts images into a prompt, or takes another prompt with images and goes on behind one of them."""
+    # The prompt may go on with another one, whose images are cut.
+    tokens = np.where(tokens < VOCAB, tokens, 0)
+    images: list[PlacedImage] = []
+    seen = [client.request for client in clients if client.request.images]
+    if seen and rng.random() < 0.5:
+        other = seen[int(rng.integers(len(seen)))]
+        images = list(other.images[: int(rng.integers(1, len(other.images) + 1))])
+        after = int(rng.integers(images[-1].end, len(other.tokens) + 1))
+        after = min([after, *(image.start for image in other.images[len(images) :])])
+        tokens = np.concatenate((other.tokens[:after], tokens[: int(rng.integers(1, 12))]))
+    while len(images) < 3 and rng.random() < 0.6:
+        layout = IMAGES[int(rng.integers(len(IMAGES)))]
+        at = int(rng.integers(images[-1].end if images else 0, len(tokens) + 1))
+        shown = np.zeros(layout.span, np.int32)
+        shown[layout.offsets] = layout.tokens()
+        tokens = np.concatenate((tokens[:at], shown, tokens[at:]))
+        images.append(PlacedImage(layout, b"", at))
+    if len(tokens) >= limit:
+        tokens = tokens[: min([limit - 1, *(image.start for image in images if image.end >= limit)])]
+    if not len(tokens):
+        tokens = np.zeros(1, np.int32)
+    return tokens.astype(np.int32), tuple(image for image in images if image.end <= len(tokens))
 
 
 def _hints(rng: np.random.Generator, prompt_tokens: int) -> CacheHints | None:

@@ -198,7 +198,7 @@ def test_a_medium_anywhere_is_a_line_that_depends_on_none_of_its_bytes(
             assert tokens_of(answer) == (count, count - 1)
             warnings = answer.get("rootstock", {}).get("warnings", [])
             assert [warning["reason"][:20] for warning in warnings] == (
-                ["the model reads only"] if twin is other else []
+                ["the model does not r"] if twin is other else []
             )
 
 
@@ -334,7 +334,7 @@ def test_media_can_be_refused(serve: Any) -> None:
                 for stream in (False, True):
                     answer = served.client.post(route, json=asked | {"stream": stream})
                     assert answer.status_code == 400, answer.text
-                    assert "the model reads only text. Leave it out" in answer.json()["error"]["message"]
+                    assert "the model does not read it. Leave it out" in answer.json()["error"]["message"]
                 explained = served.client.post(f"/v1/cache/explain/{route.removeprefix('/v1/')}", json=asked)
                 assert explained.status_code == 400
         picture = {"type": "image_url", "image_url": {"url": "data:,"}}

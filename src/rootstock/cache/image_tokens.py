@@ -5,8 +5,9 @@ prompt, each of these positions therefore has an id beyond every vocabulary, mad
 Whatever compares, hashes or stores tokens (the tree, records of the tiers, KV events) thereby tells images apart, and
 needs to know nothing of them. The runtime puts the model's own token back.
 
-An id holds 30 bits of a SHA-256, and successive positions hold successive parts of it. An image with fewer positions
-than `SURE_ROWS` is compared with the others that a process has seen (`SmallImages`): a collision changes its digest.
+An id holds 30 bits of a SHA-256 of the file and of the processor's settings, and successive positions hold successive
+parts of it. An image with fewer positions than `SURE_ROWS` is compared with the others that a process has seen
+(`SmallImages`): a collision changes its digest.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class ImageLayout:
     advance: int = 0  # of the position after it from the first row's; of no use without `positions`
     sees_both_directions: bool = False  # adjoining rows attend to each other, also to later ones
     pixels: int = 0  # of the file
+    is_slow: bool = False  # its file takes long to decode
     # The owner of the memory that is kept of it, and the salt of its prompts: nothing of it is kept for others.
     owner: str = ""
     salt: str = ""

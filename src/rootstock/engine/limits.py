@@ -61,6 +61,8 @@ class RequestLimits:
             raise EmptyPrompt()
         tokens = request.tokens
         if request.images:
+            if request.prompt_logprobs is not None:
+                raise InvalidParameter("prompt_logprobs", request.prompt_logprobs, "absent with images")
             tokens = np.append(tokens[tokens < FIRST_IMAGE_TOKEN], 0)
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection
 
 from rootstock.engine.request import Failed, Request, RequestId, Terminal
 from rootstock.engine.sequence import Sequence
-from rootstock.errors import EngineStopped, InvalidParameter, QueueFull, RootstockError
+from rootstock.errors import EngineStopped, ImagesFull, InvalidParameter, QueueFull, RootstockError
 
 log = logging.getLogger(__name__)
+
+MOST_IMAGE_BYTES = 1 << 30  # of the image files of live requests
 
 
 class RequestTable:
@@ -28,8 +30,9 @@ class RequestTable:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._live: dict[RequestId, Sequence] = {}
-        self._lock = threading.Lock()  # of _live, _arrivals, closed and _after_events
+        self._lock = threading.Lock()  # of _live, _arrivals, _image_bytes, closed and _after_events
         self._arrivals = 0
+        self._image_bytes = 0  # of the files that live requests hold
         self.closed = False  # True after `close`: no request is accepted any more
         self.has_news = False  # events have been emitted since `notify`
 
@@ -54,11 +57,13 @@ class RequestTable:
         return self._live.get(sequence.request.id) is sequence
 
     def check(self, request: Request) -> None:
-        """Raises EngineStopped, QueueFull or InvalidParameter for a request that cannot be accepted now."""
+        """Raises EngineStopped, QueueFull, ImagesFull or InvalidParameter for a request that is not accepted now."""
         if self.closed:
             raise EngineStopped()
         if len(self._live) >= self._max_batch + self._max_queue:
             raise QueueFull(self._max_batch, self._max_queue)
+        if request.images and self._image_bytes + _image_bytes(request) > MOST_IMAGE_BYTES:
+            raise ImagesFull(MOST_IMAGE_BYTES)
         if request.id in self._live:
             raise InvalidParameter("request_id", request.id, "different from that of every open request")
 
@@ -72,13 +77,16 @@ class RequestTable:
             sequence.arrival = self._arrivals
             self._arrivals += 1
             self._live[sequence.request.id] = sequence
+            if sequence.request.images:
+                self._image_bytes += _image_bytes(sequence.request)
             announce()
 
     def end(self, sequence: Sequence, event: Terminal) -> None:
         """Removes a sequence and emits its terminal event."""
         self.has_news = True
         with self._lock:
-            self._live.pop(sequence.request.id, None)
+            if self._live.pop(sequence.request.id, None) is not None and sequence.request.images:
+                self._image_bytes -= _image_bytes(sequence.request)
         for note in self._on_end:
             note(sequence, event)
         sequence.end(event)
@@ -89,7 +97,7 @@ class RequestTable:
     def fail_all(self, error: RootstockError) -> None:
         self.has_news = True
         with self._lock:
-            left, self._live = list(self._live.values()), {}
+            left, self._live, self._image_bytes = list(self._live.values()), {}, 0
         for sequence in left:
             sequence.end(Failed(sequence.request.id, error))
 
@@ -118,3 +126,7 @@ class RequestTable:
         """Accepts no more requests."""
         with self._lock:
             self.closed = True
+
+
+def _image_bytes(request: Request) -> int:
+    return sum(len(image.data) for image in request.images)

@@ -342,17 +342,12 @@ class Scheduler:
         end = min(lease.num_tokens, lease.num_computed_tokens + paced)
         if lease.next_checkpoint_position is not None:
             end = min(end, lease.next_checkpoint_position)
-        least = 1
-        if images := sequence.request.images:
-            end = chunk_end(images, lease.num_computed_tokens, end)
-            least = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + 1)
-            least -= lease.num_computed_tokens
-        new = end - lease.num_computed_tokens
+        past = lease.num_computed_tokens
+        new, least = _whole(sequence, past, end), _whole(sequence, past, past + 1)
         while new > least and isinstance(self._cache.extend(lease, new), Deferred):
-            new = max(least, new // 2)
-            if images:
-                new = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + new)
-                new -= lease.num_computed_tokens
+            new = max(least, _whole(sequence, past, past + new // 2))
+        if at_least and least > 1 and len(self._running) > 1:  # an admission waits for the others
+            return 0 if isinstance(self._cache.extend(lease, new), Deferred) else new
         if new == least and not self._reserve(step, sequence, lease, least):
             return 0
         return new
@@ -398,6 +393,11 @@ class Scheduler:
             self._start(step, sequence, admitted)
             running = len(self._running)
             self._prefill(step, sequence, admitted.lease, at_least=1)
+            if sequence.request.images and not (step.scheduled and step.scheduled[-1].sequence is sequence):
+                # The rows of an image that it begins with need more blocks at once than an admission reserves.
+                if sequence in self._running:
+                    self._preempt(sequence)
+                return
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
 
@@ -654,9 +654,14 @@ def _up_to_checkpoint(item: ScheduledSequence) -> ScheduledSequence:
     position = item.lease.next_checkpoint_position
     if position is None or item.lease.num_computed_tokens + len(item.tokens) <= position:
         return item
-    return ScheduledSequence(
-        item.sequence, item.lease, item.tokens[: position - item.lease.num_computed_tokens]
-    )
+    new = _whole(item.sequence, item.lease.num_computed_tokens, position)
+    return ScheduledSequence(item.sequence, item.lease, item.tokens[:new])
+
+
+def _whole(sequence: Sequence, past: int, end: int) -> int:
+    """Returns the tokens of a chunk that was to end at `end`, and that cuts no rows that see each other."""
+    images = sequence.request.images
+    return (chunk_end(images, past, end) if images else end) - past
 
 
 def _progress(sequence: Sequence) -> tuple[int, int, int]:

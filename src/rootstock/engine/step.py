@@ -99,6 +99,11 @@ class StepRunner:
         self._scheduler.discard(sequence, lease)
         self._requests.fail(sequence, error)
 
+    def _fail_by_image(self, item: ScheduledSequence, error: ImageFailed) -> None:
+        log.warning("an image of request %s failed", item.sequence.request.id, exc_info=error.cause)
+        self._scheduler.fail(item.sequence, item.lease)
+        self._requests.fail(item.sequence, error)
+
     # ------------------------------------------------------------------------------------------ a step
 
     def run(self) -> None:
@@ -143,10 +148,7 @@ class StepRunner:
             self.counters.failed_steps += 1
             raise  # other sequences' rows are lost, too
         except ImageFailed as error:  # nothing was computed: the next step has the others again
-            item = plan.scheduled[error.segment]
-            log.warning("an image of request %s failed", item.sequence.request.id, exc_info=error.cause)
-            self._scheduler.fail(item.sequence, item.lease)
-            self._requests.fail(item.sequence, error)
+            self._fail_by_image(plan.scheduled[error.segment], error)
             return
         except Exception as error:
             ids = [item.sequence.request.http_id or item.sequence.request.id for item in plan.scheduled]

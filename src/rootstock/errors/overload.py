@@ -25,6 +25,16 @@ class QueueFull(Overloaded):
         self.max_queue = max_queue
 
 
+class ImagesFull(Overloaded):
+    code = "images_full"
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(
+            f"The images of open requests would take more than {most_bytes:,} bytes. Try again in a moment."
+        )
+        self.most_bytes = most_bytes
+
+
 class EmbeddingsFull(Overloaded):
     code = "embeddings_full"
 

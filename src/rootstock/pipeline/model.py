@@ -307,7 +307,7 @@ class ServedModel(PromptModel):
             new_parser = partial(OutputParser, output, tools, end)
         next_turn = None
         if self.next_turns is not None:
-            chars = 4 * len(prompt.tokens)
+            chars = 4 * len(prompt.tokens) + sum(len(data) for _, data in rendered.sent)
             turn = NextTurn(conversation, owner, chars, new_parser, self.adapter, rendered.sent)
             next_turn = partial(self.next_turns.answered, turn)
         return PreparedChat(

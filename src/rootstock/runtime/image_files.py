@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -24,8 +25,10 @@ Pixels = NDArray[np.uint8]  # [height, width, 3] red, green, blue
 
 MOST_PIXELS = 40_000_000  # of a picture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MOST_SECONDS = 30.0  # for one file, with the start of the process
+MOST_SECONDS = 10.0  # for one file, with the start of the process
+MOST_SCANS = 64  # of a JPEG file: each is decoded over all pixels, and costs its sender a few bytes
 MOST_MEMORY = 4 * 1024**3  # addresses of the process
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR")
 _LENGTH = struct.Struct("<Q")
 _SIZE = struct.Struct("<QQ")  # width and height, or 0 and the length of a reason
 _START = """
@@ -78,7 +81,10 @@ class ImageDecoder:
             self.close()
             paths = json.dumps([path for path in sys.path if path])
             command = [sys.executable, "-I", "-c", _START, paths, str(self._most_pixels)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            kept = {
+                name: os.environ[name] for name in _ENVIRONMENT if name in os.environ
+            }  # no keys of services
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
             self._ending = weakref.finalize(self, _end, self._process)
         return self._process
 
@@ -146,6 +152,8 @@ def decoded(data: bytes, most_pixels: int) -> Pixels | str:
             width, height = opened.size
             if width * height > most_pixels:
                 return f"has {width:,} × {height:,} pixels, more than {most_pixels:,}"
+            if opened.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
+                return f"has more than {MOST_SCANS} scans"
             picture = ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError:
         return f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"

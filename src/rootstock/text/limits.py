@@ -19,6 +19,7 @@ MAX_MESSAGES = 16_384
 MAX_CONTENT_PARTS = 4_096  # of one message
 MAX_IMAGES = 100  # of one request, if the model reads them
 MAX_IMAGES_PIXELS = 400_000_000  # of all images of a request; one file has at most 40 million
+MAX_IMAGES_SECONDS = 60  # to decode the images of a request
 MAX_IMAGE_BYTES = 20 * 1024**2  # of a file
 MAX_MARKS = 64  # `cache_control` of all messages: Anthropic's API takes 4
 MAX_TOOL_CALLS = 1_024  # of one message

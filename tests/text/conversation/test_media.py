@@ -108,6 +108,6 @@ def test_one_warning_for_each_kind_names_the_first_place() -> None:
 
 def test_media_can_be_refused() -> None:
     refuse_media(())
-    with pytest.raises(Unsupported, match="It is a video, and the model reads only text") as refused:
+    with pytest.raises(Unsupported, match="It is a video, and the model does not read it") as refused:
         refuse_media([Medium("video", "messages[3].content[1]"), Medium("image", "x")])
     assert refused.value.param == "messages[3].content[1]"

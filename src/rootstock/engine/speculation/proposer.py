@@ -106,8 +106,8 @@ class NgramProposer(Proposer):
         tokens, agreement = self._look_up(sequence, lease, most)
         if len(tokens):
             tokens = _before_end(tokens, sequence.stop_tokens)
-        if sequence.request.images and (beyond := np.flatnonzero(tokens >= FIRST_IMAGE_TOKEN)).size:
-            tokens = tokens[: beyond[0]]  # what followed was a client's image
+        if (beyond := np.flatnonzero(tokens >= FIRST_IMAGE_TOKEN)).size:
+            tokens = tokens[: beyond[0]]  # what followed elsewhere was a client's image
         progress = sequence.sampler.progress
         if len(tokens) and progress is not None:
             tokens = tokens[: progress.agreeing(tokens.tolist())]

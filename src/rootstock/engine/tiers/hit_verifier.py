@@ -152,11 +152,14 @@ class HitVerifier(Part):
         if found is None:
             self.counts["given up"] += 1
             return None
-        if not found.hit_tokens:  # too little memory to resume there
+        if not chunk_end(
+            hit.images, -1, found.hit_tokens
+        ):  # too little memory to resume there, or an image first
             self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
             return None
-        hit = replace(hit, length=found.hit_tokens)
+        # Rows that see each other are computed together, or not at all.
+        hit = replace(hit, length=chunk_end(hit.images, -1, found.hit_tokens))
         anew = self._admitted(hit.tokens[: hit.length], replace(namespace, is_private=True))
         if anew is None:
             self._cache.release(found, ReleaseReason.UNUSED)
@@ -178,7 +181,7 @@ class HitVerifier(Part):
         if lease.next_checkpoint_position is not None:
             new = min(new, lease.next_checkpoint_position - lease.num_computed_tokens)
         new = chunk_end(images, lease.num_computed_tokens, lease.num_computed_tokens + new)
-        new = min(new, lease.num_tokens) - lease.num_computed_tokens
+        new -= lease.num_computed_tokens
         if isinstance(self._cache.extend(lease, new), Deferred):
             return False
         self._apply(self._cache.take_pending_plan())

@@ -224,6 +224,7 @@ def load_model(
         lambda images: TorchRuntime(model, served, images=images),
         trust_remote_code=trusted,
     )
+    adapters.sees_images = images is not None
     stored = replace(stored, description=replace(stored.description, weights=words, images=seen))
     return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters, images=images)
 

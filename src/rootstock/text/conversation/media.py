@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ from rootstock.text.limits import (
     MAX_IMAGE_BYTES,
     MAX_IMAGES,
     MAX_IMAGES_PIXELS,
+    MAX_IMAGES_SECONDS,
     refuse_more_than,
 )
 
@@ -139,7 +141,7 @@ def mentioned(media: Sequence[Medium]) -> list[IgnoredField]:
     for kind in dict.fromkeys(medium.kind for medium in media):
         fields = [medium.field for medium in media if medium.kind == kind]
         others = f" and for {len(fields) - 1:,} more" if len(fields) > 1 else ""
-        reason = f"the model reads only text: a line of the prompt stands for this {kind}{others}"
+        reason = f"the model does not read it: a line of the prompt stands for this {kind}{others}"
         warnings.append(IgnoredField(fields[0], reason))
     return warnings
 
@@ -148,7 +150,7 @@ def refuse_media(media: Sequence[Medium]) -> None:
     """Raises Unsupported, for the first of the media."""
     if media:
         noun, _ = _IN_WORDS[media[0].kind]
-        raise Unsupported(media[0].field, f"It is {noun}, and the model reads only text. Leave it out.")
+        raise Unsupported(media[0].field, f"It is {noun}, and the model does not read it. Leave it out.")
 
 
 # ---- images for models that read them
@@ -158,8 +160,8 @@ SentImages = list[tuple[ImageLayout, bytes]]  # with their files, in the order o
 
 
 def with_markers(conversation: Conversation, read: ReadImage) -> tuple[Conversation, SentImages]:
-    """Returns the conversation with a marker in the place of each image, and the images. Images within a document of
-    Anthropic's stay lines. Decodes files: not for an event loop.
+    """Returns the conversation with a marker in the place of each image, and the images. Images beside other texts
+    in a document of Anthropic's stay lines. Decodes files: not for an event loop.
 
     Raises InvalidParameter for too many images, before any is decoded, and ImageUnusable.
     """
@@ -171,9 +173,13 @@ def with_markers(conversation: Conversation, read: ReadImage) -> tuple[Conversat
             "messages", images[MAX_IMAGES].field, f"without images after {MAX_IMAGES} of them"
         )
     sent: SentImages = []
+    until = time.monotonic() + MAX_IMAGES_SECONDS
 
     def marker(text: Text) -> Text:
         image = text.media[0]
+        if time.monotonic() > until:
+            reason = f"the images before it took more than {MAX_IMAGES_SECONDS} s to decode"
+            raise ImageUnusable(image.field, reason, "Send fewer or smaller ones.")
         data = _file_of(image)
         layout = read(data, image.field)
         sent.append((layout, data))
@@ -215,23 +221,22 @@ def _replaced(message: Message, found: Mapping[int, Text]) -> Message:
 def _file_of(image: Medium) -> bytes:
     """Returns the bytes of an image's file. Raises ImageUnusable."""
     source = image.source
-    if not source or re.match(r"(?!data:)[A-Za-z][A-Za-z0-9+.-]{0,20}:", source):
+    if not source or re.match(r"(?!(?i:data):)[A-Za-z][A-Za-z0-9+.-]{0,20}:", source):
         reason = "it is not in the request, and this server fetches no addresses"
         raise ImageUnusable(image.field, reason, "Send the file itself, in base64.")
     if len(source) > MAX_IMAGE_BYTES * 4 // 3 + 1_024:
         reason = f"its file has more than {MAX_IMAGE_BYTES // 1024**2} MiB"
         raise ImageUnusable(image.field, reason, "Send a smaller one.")
     coded = source
-    if source.startswith("data:"):
+    if source[:5].lower() == "data:":
         head, _, coded = source.partition(",")
         if not head.lower().endswith(";base64"):
             raise ImageUnusable(
                 image.field, "its data: URL is not in base64", "Send data:image/png;base64,…."
             )
     try:
-        data = base64.b64decode(
-            "".join(coded.split()) if " " in coded or "\n" in coded else coded, validate=True
-        )
+        coded = "".join(coded.split()).translate(_URL_SAFE).rstrip("=")
+        data = base64.b64decode(coded + "=" * (-len(coded) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise ImageUnusable(image.field, "it is not valid base64", "Send the file in base64.") from None
     if not data:
@@ -239,4 +244,5 @@ def _file_of(image: Medium) -> bytes:
     return data
 
 
+_URL_SAFE = str.maketrans("-_", "+/")  # of base64's other alphabet
 _LINE_OF_IMAGE = medium_line("image", "").text

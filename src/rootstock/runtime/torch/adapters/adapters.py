@@ -54,6 +54,7 @@ class TorchAdapters:
         self.served = served
         self._read_elsewhere = {name for name, why in read_elsewhere.items() if "read by other code" in why}
         self._named = dict(model.named_modules())
+        self.sees_images = False  # features of images are computed without adapters, for all requests
         self._dtype: torch.dtype = getattr(torch, served.description.dtype)
         find_head = getattr(model, "get_output_embeddings", None)
         self._head = find_head() if callable(find_head) else None
@@ -127,7 +128,7 @@ class TorchAdapters:
             with safe_open(source.weights, framework="pt") as opened:
                 for name, files in source.tensors.items():
                     try:
-                        given[name] = self._of_module(source, name, files, opened)
+                        given[self._found(name)] = self._of_module(source, name, files, opened)
                     except UnfitModule as refusal:
                         raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
             source.refuse_changed()
@@ -136,10 +137,13 @@ class TorchAdapters:
         return given
 
     def _of_module(self, source: AdapterSource, name: str, files: ModuleTensors, opened: Any) -> LoraTensors:
-        module = self._named.get(name)
+        found = self._found(name)
+        module = self._named.get(found)
         if module is None:
             raise UnfitModule("is no module of the base model: the adapter was made for another one")
-        parent = self._named.get(name.rpartition(".")[0])
+        if self.sees_images and not self._is_of_text(module):
+            raise UnfitModule("changes how images are seen, which no adapter does here: merge it instead")
+        parent = self._named.get(found.rpartition(".")[0])
         expands = parent is not None and keeps_latents(parent) and name.endswith(".kv_b_proj")
         if name in self._read_elsewhere and not expands:
             raise UnfitModule(
@@ -154,6 +158,17 @@ class TorchAdapters:
                 raise UnfitModule(f"has {role} with numbers that are not finite")
         dora = scalings.with_magnitudes and "magnitude" in tensors
         return LoraTensors(tensors, scalings.scaling_of(name), dora)
+
+    def _found(self, name: str) -> str:
+        """Returns the name of an adapter's module in this model: a model of text and images has the modules of its
+        model of text within another one."""
+        inner = name.removeprefix("model.")
+        names = (name, f"model.language_model.{inner}", f"language_model.{name}")
+        return next((each for each in names if each in self._named), name)
+
+    def _is_of_text(self, module: nn.Module) -> bool:
+        decoder: Any = self._model
+        return module is self._head or any(module is each for each in decoder.get_decoder().modules())
 
     # -------------------------------------------------------------------------------------- the modules
 

@@ -1,8 +1,8 @@
 """Attention of models in which the rows of an image see each other, also later ones.
 
 All rows are attended first, as a text's are. The rows of images are then attended again, on K and V that are gathered
-from the pool: each sees what its layer's family shows it, and all rows of its run. The scheduler never ends a chunk
-inside a run (`chunk_end`), so that all of its K and V are there.
+from the pool: each sees what its layer's family shows it, and the later rows of its run. The scheduler never ends a
+chunk inside a run (`chunk_end`), so that all of its K and V are there.
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ class BothDirections:
         self._attention = attention
         self._prepared = []
         for run in runs:
-            seen = min(run.start, family.first_visible(run.first))
+            seen = family.first_visible(run.first)
             slots = slots_of(spans[run.sequence].blocks, seen, run.end, block_size)
             rows = torch.arange(run.first, run.end)
             visible = torch.tensor([family.first_visible(int(row)) for row in rows])
             keys = torch.arange(seen, run.end)
-            allowed = (keys >= visible[:, None]) & (keys <= rows[:, None])
-            allowed |= (keys >= run.start) & (keys < run.end)
+            allowed = (keys >= visible[:, None]) & ((keys <= rows[:, None]) | (keys >= run.start))
             where = slice(run.row, run.row + run.end - run.first)
             self._prepared.append((where, torch.from_numpy(slots).to(device), allowed.to(device)))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
@@ -25,6 +28,7 @@ from rootstock.units import MIB
 Inputs = dict[str, Any]  # of the vision tower, by the names of its arguments: pixels, grids, sizes
 
 MOST_LAYOUT_BYTES, MOST_INPUT_BYTES, MOST_FEATURE_BYTES = 64 * MIB, 256 * MIB, 256 * MIB
+SLOW_S = 0.3  # an image that takes longer is not decoded in a forward
 _OF_TEXT = {
     "input_ids",
     "attention_mask",
@@ -54,7 +58,9 @@ class TorchImageReader:
         self.row_token = int(token)
         self._processor = processor_of(config, directory, trust_remote_code=trust_remote_code)
         self._written = self._written_by_template()
+        self._settings = _settings_of(self._processor)
         self._decoder = ImageDecoder()
+        self._decoder_of_forwards = ImageDecoder()  # no file of another request delays a forward
         self._small = SmallImages()
         self._lock = threading.Lock()  # guards the small images
         self._layouts = FairMemory[ImageLayout](MOST_LAYOUT_BYTES)  # by the digest of the file
@@ -63,10 +69,11 @@ class TorchImageReader:
         self.features = FairMemory[Any](MOST_FEATURE_BYTES)
 
     def layout(self, data: bytes, field: str, owner: str, salt: str) -> ImageLayout:
-        digest = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(self._settings + data).digest()
         known = self._layouts.get(owner, (salt, digest))
-        if known is not None:
+        if known is not None and not (known.is_slow and self._lacks(known)):
             return known
+        began = time.monotonic()
         try:
             pixels = self._decoder.decode(data)
             inputs, ids, text = self._processed(pixels)
@@ -77,10 +84,15 @@ class TorchImageReader:
             reason = f"the model's processor refuses it ({say(error)})"
             raise ImageUnusable(field, reason, "Resize it.") from error
         made = self._made(digest, inputs, ids, text)
-        layout = replace(made, pixels=pixels.size // 3, owner=owner, salt=salt)
+        is_slow = time.monotonic() - began > SLOW_S
+        layout = replace(made, pixels=pixels.size // 3, owner=owner, salt=salt, is_slow=is_slow)
         self._layouts.put(owner, (salt, digest), layout, layout.nbytes)
         self._inputs.put(owner, layout.key, inputs, _nbytes(inputs))
         return layout
+
+    def _lacks(self, layout: ImageLayout) -> bool:
+        """Returns whether a forward would have to decode the image."""
+        return all(kept.get(layout.owner, layout.key) is None for kept in (self.features, self._inputs))
 
     def forget(self, salt: str | None) -> None:
         for kept in (self._layouts, self._inputs, self.features):
@@ -88,9 +100,11 @@ class TorchImageReader:
 
     def take_inputs(self, image: PlacedImage) -> Inputs:
         """Returns the inputs of the vision tower for an image, and forgets them. Decodes the file again if its layout
-        was known, or if many images were sent since. Raises UndecodableImage."""
+        was known: a slow one is decoded again before. Raises UndecodableImage."""
         inputs = self._inputs.take(image.layout.owner, image.layout.key)
-        return self._processed(self._decoder.decode(image.data))[0] if inputs is None else inputs
+        if inputs is None:
+            inputs = self._processed(self._decoder_of_forwards.decode(image.data))[0]
+        return inputs
 
     def of_pixels(self, pixels: Pixels) -> tuple[ImageLayout, Inputs, Tensor]:
         """Returns the layout of an image, its inputs, and the ids of the text that stands for it: for the
@@ -196,6 +210,13 @@ def processor_of(config: Any, directory: Path, *, trust_remote_code: bool) -> An
         raise ImagesUnsupported(f"its processor needs another package ({reason})") from error
     except Exception as error:  # a file is missing, or the processor's own code fails
         raise ImagesUnsupported(f"its processor cannot be loaded ({say(error)})") from error
+
+
+def _settings_of(processor: Any) -> bytes:
+    """Returns a digest of what decides a processor's work: its settings, its class, and transformers' version."""
+    images = processor.image_processor
+    settings = [type(images).__name__, images.to_dict(), transformers.__version__]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
 
 
 def _nbytes(inputs: Inputs) -> int:

@@ -21,7 +21,6 @@ from rootstock.cache.types import Tokens
 from rootstock.errors import ImageFailed
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.images.reader import ImagesUnsupported, Inputs, TorchImageReader
-from rootstock.runtime.torch.lazy_rows import OutOfMemory
 
 _Positions = NDArray[np.int64]  # [tokens], or [axes, tokens]
 
@@ -44,9 +43,9 @@ class StepImages:
             for image, _ in _rows_in(segment):
                 try:
                     self._of_step[image.layout.key] = self._computed(image)
-                except OutOfMemory:
-                    raise
                 except Exception as error:  # the code of the model or its processor may raise anything
+                    if isinstance(error, torch.OutOfMemoryError):
+                        torch.cuda.empty_cache()
                     raise ImageFailed(number, error) from error
 
     @contextlib.contextmanager
