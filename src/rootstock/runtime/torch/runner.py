@@ -131,7 +131,8 @@ def load_model(
             _refuse_hopeless_budget(config, declared, dtype, demands)
         report("load", 0.0)
         with large_blocks_apart():
-            model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
+            model = read_weights(name, directory, declared, dtype, device, trust_remote_code=trusted)
+            model = model.to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)
