@@ -62,6 +62,7 @@ from rootstock.runtime.torch.self_check import own_attention, rounding, trial_lo
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch.stored.gguf_directory import directory_of
+from rootstock.runtime.torch.stored.placement import codes_missing
 from rootstock.runtime.torch.weights import (
     empty_model,
     quiet,
@@ -123,7 +124,7 @@ def load_model(
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         if config.memory_check:
-            needed = weight_bytes(tensors, empty, dtype, config.quantize)
+            needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         del empty
