@@ -50,6 +50,8 @@ STAGES = (
     Stage("cuda_graphs", 120, "model_stages", needs_device=True),
     Stage("self_check", 150, "model_stages"),
     Stage("server", 200, "model_stages"),
+    Stage("coded_products", 120, "product_stages"),
+    Stage("coded_model", 90, "product_stages"),
     Stage("attention_against_dense", 90, "attention_stages"),
     Stage("prefill_speed", 60, "attention_stages"),
     Stage("tiers", 120, "model_stages"),

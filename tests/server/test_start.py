@@ -393,6 +393,9 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(checkpoint: Pa
     assert count(vision, empty, torch.float32, "none") == as_stored
     packed = [StoredTensor("a", "I32", 100), StoredTensor("b", "F8_E4M3", 100), StoredTensor("c", "F16", 10)]
     assert count(packed, empty, torch.bfloat16, "none") == memory_fit.WeightBytes(520, 20)
+    # A device without a kernel for codes gets them unpacked.
+    unpacked = count(packed, empty, torch.bfloat16, "none", keeps_codes=False)
+    assert unpacked == memory_fit.WeightBytes(2 * parameters, 20)
 
 
 def test_the_memories_of_accelerator_and_host_are_checked_for_their_own_demands(

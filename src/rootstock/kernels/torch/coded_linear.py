@@ -66,6 +66,10 @@ class CodedLayers:
             (first.shape[0], outputs, first.shape[2]),
         )
 
+    def multiply_sorted(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiplies x [rows, in] by the experts in their order. ends: [experts], where each one's rows end."""
+        return self.multiply(x, torch.searchsorted(ends.long(), torch.arange(len(x)), right=True))
+
     def with_biases(self, biases: Tensor | None) -> CodedLayers:
         """Returns the same layers, in the same memory, with biases [experts, out]."""
         return self if biases is None else CodedLayers(self.packed, self.shape, biases)

@@ -104,6 +104,12 @@ class CodedWeight:
         assert scales is not None
         return replace(self, codes=codes, scales=scales, minima=minima)
 
+    def to(self, device: torch.device) -> CodedWeight:
+        """Returns the weights with all tensors on a device."""
+        moved = self.rebuilt(each.to(device) for each in self.tensors())
+        order = None if self.order is None else self.order.to(device)
+        return replace(moved, values=self.values.to(device), order=order)
+
     def part(self, first: int, end: int) -> CodedWeight:
         """Returns some of the weights along their first axis."""
         return self.rebuilt(each[first:end] for each in self.tensors())

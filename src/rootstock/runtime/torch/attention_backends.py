@@ -127,12 +127,15 @@ def compiled_for(device: torch.device, asked: str = "auto") -> Compiled | None:
             return None
 
 
-def _triton_for(device: torch.device) -> Compiled | None:
-    missing = None
+def triton_missing(device: torch.device) -> str | None:
+    """Returns the reason why Triton's kernels cannot run on a CUDA device; None if they can."""
     if torch.cuda.get_device_capability(device) < _TRITON_CAPABILITY:
-        missing = "its compute capability is below {}.{}, which the kernel needs".format(*_TRITON_CAPABILITY)
-    elif importlib.util.find_spec("triton") is None:
-        missing = "triton is not installed"
+        return "its compute capability is below {}.{}, which the kernel needs".format(*_TRITON_CAPABILITY)
+    return None if importlib.util.find_spec("triton") is not None else "triton is not installed"
+
+
+def _triton_for(device: torch.device) -> Compiled | None:
+    missing = triton_missing(device)
     if missing is None:
         return "triton"
     _log.warning("Attention gathers each context instead of reading it in place: %s", missing)

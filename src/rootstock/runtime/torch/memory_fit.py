@@ -48,9 +48,14 @@ _ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the lower bound of a w
 
 
 def weight_bytes(
-    stored: Sequence[StoredTensor] | Sequence[GgufTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
+    stored: Sequence[StoredTensor] | Sequence[GgufTensor],
+    empty: nn.Module,
+    dtype: torch.dtype,
+    quantize: str,
+    keeps_codes: bool = True,
 ) -> WeightBytes:
-    """Estimates the weights' bytes from the files' headers and from the meta device's modules. Returns the smaller.
+    """Estimates the weights' bytes from the files' headers and from the meta device's modules. Returns the smaller,
+    or the latter for a device that does not keep quantized weights as they are stored.
 
     A checkpoint may hold tensors that the architecture does not use (vision towers, MTP heads). A checkpoint with
     quantized weights has fewer bytes than the architecture, which does not know about the quantization.
@@ -65,7 +70,7 @@ def weight_bytes(
         else:
             converted += tensor.elements * dtype.itemsize
     parameters = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
-    resident = min(kept + converted, parameters)
+    resident = min(kept + converted, parameters) if keeps_codes else parameters
     converted = min(converted, resident)
     if quantize in _ROUNDED_BITS:
         weights = {id(weight): weight.numel() for m in empty.modules() for weight in _quantized(m)}

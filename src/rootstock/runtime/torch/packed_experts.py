@@ -97,11 +97,11 @@ class PackedExperts:
         weights = weights.mT if transposed else weights
         biases = parameters[f"{name}_bias"].detach() if self._module.has_bias else None
         if isinstance(weights, CodedTensor):
-            if (
-                (layers := weights.layers) is not None
-                and not weights.is_transposed
-                and weights.form.order is None
-            ):
+            from rootstock.kernels.torch.coded_linear import CodedLayers
+
+            layers = weights.layers
+            in_order = not weights.is_transposed and weights.form.order is None
+            if isinstance(layers, CodedLayers) and in_order:
                 return layers.with_biases(biases)
             weights = weights.unpacked()
         if rounding is None:

@@ -45,7 +45,7 @@ from rootstock.runtime.torch.packed_experts import (
     pack_experts,
     rms,
 )
-from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
+from rootstock.runtime.torch.stored.coded_tensor import CodedTensor, by_triton
 from rootstock.runtime.trial import relative_error
 
 if TYPE_CHECKING:  # these modules import Numba, which only quantization needs
@@ -376,15 +376,15 @@ def _made(
     """Returns the packed layer, the reason why it is not in the requested format, and the relative error of products
     with quantized weights. Checks and errors are measured with a few random rows."""
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.dtype)
+    x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.device, weight.dtype)
     expected = nn.functional.linear(x, weight, bias).float()
     size, rounding = rms(expected), torch.finfo(weight.dtype).eps * rms(expected)
     wrong = ""
     if way == "coded":
-        from rootstock.kernels.torch.coded_linear import coded_linear
-
         assert isinstance(weight, CodedTensor)
-        linear: Linear = coded_linear(weight.layers or weight.coded, weight.dtype, bias)
+        linear: Linear | None = _coded_linear(weight, bias)
+        if linear is None:
+            return None, "no kernel multiplies its codes", None
         off = off_by_more_than_rounding(linear(x), expected, 4)
         return (None, off, None) if off else (linear, "", None)
     if scratch is not None and (way == "int8" or way == "int4"):
@@ -406,6 +406,18 @@ def _made(
     return None, wrong, None
 
 
+def _coded_linear(weight: CodedTensor, bias: Tensor | None) -> Linear | None:
+    """Returns the layer of coded weights [out, in] for their device."""
+    layers: Any = weight.layers
+    if by_triton(weight.device):
+        layers = layers or weight.looped().layers
+        made: Linear | None = None if layers is None else layers.linear(bias)
+        return made
+    from rootstock.kernels.torch.coded_linear import coded_linear
+
+    return coded_linear(layers or weight.coded, weight.dtype, bias)
+
+
 def _replace(job: _PackingJob, linear: Linear) -> None:
     forwards: list[Any]
     if len(job.modules) == 1:
@@ -414,7 +426,8 @@ def _replace(job: _PackingJob, linear: Linear) -> None:
         together = _Together(linear, [module.out_features for module in job.modules])
         forwards = [_Member(together, number) for number in range(len(job.modules))]
     for module, forward in zip(job.modules, forwards, strict=True):
-        gone = torch.full((), torch.nan, dtype=module.weight.dtype).expand(module.weight.shape)
+        old = module.weight
+        gone = torch.full((), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
         module.weight = nn.Parameter(gone, requires_grad=False)
         module.forward = forward  # type: ignore[method-assign]
 

@@ -70,6 +70,7 @@ from rootstock.runtime.torch.self_check import own_attention, rounding, trial_lo
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch.stored.gguf_directory import directory_of
+from rootstock.runtime.torch.stored.placement import codes_missing
 from rootstock.runtime.torch.weights import (
     empty_model,
     quiet,
@@ -130,7 +131,7 @@ def load_model(
         empty = empty_model(name, declared, trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
-        needed = weight_bytes(tensors, empty, dtype, config.quantize)
+        needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
@@ -138,11 +139,11 @@ def load_model(
         if demands.kv_budget is not None:
             _refuse_hopeless_budget(config, declared, dtype, demands)
         report("load", 0.0)
-        loaded = (
-            sum(file.stat().st_size for file in files) + needed.resident
-        )  # pages of files, and the weights
-        with large_blocks_apart(), reporting_growth(functools.partial(report, "load"), loaded):
-            model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
+        pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
+        growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
+        with large_blocks_apart(), growing:
+            model = read_weights(name, directory, declared, dtype, device, trust_remote_code=trusted)
+            model = model.to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)

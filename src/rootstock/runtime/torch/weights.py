@@ -43,11 +43,10 @@ from rootstock.runtime.model_formats import (
     quantization_of_tensors,
     quantization_settings,
 )
-from rootstock.runtime.torch.packed_experts import are_experts
 from rootstock.runtime.torch.stored.checkpoint import lazy_state, with_names_of_mlx
-from rootstock.runtime.torch.stored.coded_tensor import CodedTensor
 from rootstock.runtime.torch.stored.formats import StoredFormat, UndecodableWeight, formats_of
 from rootstock.runtime.torch.stored.gguf import UNPACKED, gguf_state
+from rootstock.runtime.torch.stored.placement import place_coded
 from rootstock.units import in_units
 
 _log = logging.getLogger(__name__)
@@ -149,9 +148,16 @@ def empty_model(model: str, config: Any, *, trust_remote_code: bool, kind: Any =
 
 
 def read_weights(
-    model: str, directory: Path, config: Any, dtype: torch.dtype, *, trust_remote_code: bool
+    model: str,
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
 ) -> nn.Module:
-    """Loads the model with its weights, on the CPU. Raises ModelWeightsMissing, ModelUnsupported.
+    """Loads the model with its weights on the CPU, and weights that stay coded on the device. Raises
+    ModelWeightsMissing, ModelUnsupported.
 
     transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """
@@ -200,7 +206,9 @@ def read_weights(
     if of_gguf and (unused := sorted(info["unexpected_keys"])):
         raise ModelUnsupported(model, f"its architecture does not use {len(unused)} tensors, {_some(unused)}")
     if of_gguf or formats:
-        _finish_coded(loaded, directory)
+        place_coded(loaded, device)
+        if (directory / GENERATION_CONFIG).exists():  # a model without a directory lacks its settings
+            loaded.generation_config = GenerationConfig.from_pretrained(directory)
     if unpacked := [each for each in of_gguf if each.dtype in UNPACKED]:
         _log.warning(
             "%d of %d tensors are of types that no code keeps, %s: they take %s instead of %s",
@@ -253,22 +261,6 @@ def _unquantized(config: Any) -> Any:
             if getattr(inner, key, None) is not None:
                 delattr(inner, key)
     return plain
-
-
-def _finish_coded(loaded: Any, directory: Path) -> None:
-    """Packs coded weights that products multiply, unpacks others but for embeddings, and reads the settings that a
-    model without a directory lacks."""
-    embeddings = {id(each.weight) for each in loaded.modules() if type(each) is nn.Embedding}
-    for module in loaded.modules():
-        multiplied = type(module) is nn.Linear or are_experts(module)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, CodedTensor) or id(parameter) in embeddings:
-                continue
-            made = parameter.looped() if multiplied else parameter.unpacked()
-            module._parameters[name] = nn.Parameter(made, requires_grad=False)
-            del parameter, made
-    if (directory / GENERATION_CONFIG).exists():
-        loaded.generation_config = GenerationConfig.from_pretrained(directory)
 
 
 @contextlib.contextmanager

@@ -19,18 +19,45 @@ from torch.utils._pytree import tree_map
 from rootstock.kernels.torch.coded_weight import CodedWeight
 from rootstock.kernels.torch.linear import has_coded_loops
 
-if TYPE_CHECKING:  # it imports Numba, which only the loops need
+if TYPE_CHECKING:  # they import Numba, which only the loops need, and Triton
+    from rootstock.kernels.cuda.triton_coded import TritonCodedLayers
     from rootstock.kernels.torch.coded_linear import CodedLayers
 
+    Layers = CodedLayers | TritonCodedLayers
+
 _SAMPLE_ROWS, _SAMPLE_OUTPUTS = 4, 256
+_MANY_ROWS = 130  # of each expert: more than one block of Triton's kernel
 _aten = torch.ops.aten
+
+
+def by_triton(device: torch.device) -> bool:
+    """Returns whether Triton multiplies the codes that are on a device."""
+    return device.type == "cuda"
+
+
+def _layers_of(weight: CodedWeight, dtype: torch.dtype) -> Layers | None:
+    """Returns the weights [experts, out, in] or [out, in] in the order of what multiplies them on their device. None:
+    nothing does."""
+    device = weight.codes.device
+    if by_triton(device):
+        from rootstock.kernels.cuda.triton_coded import TritonCodedLayers
+
+        is_one = len(weight.shape) == 2
+        stacked = weight.rebuilt(each[None] for each in weight.tensors()) if is_one else weight
+        return TritonCodedLayers(stacked, dtype)
+    if device.type != "cpu" or not has_coded_loops():
+        return None
+    from rootstock.kernels.torch.coded_linear import looped
+
+    return looped(weight, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Looped:
-    """Weights [experts, out, in] in the order of the loops that multiply them, or one expert's [out, in]."""
+    """Weights [experts, out, in] in the order of the loops or the kernel that multiply them, or one expert's [out,
+    in]."""
 
-    layers: CodedLayers
+    layers: Layers
     expert: int | None
 
     @property
@@ -38,19 +65,26 @@ class _Looped:
         return self.layers.shape if self.expert is None else self.layers.shape[1:]
 
     def coded(self) -> CodedWeight:
-        """Returns them in the order of rows, in new memory."""
+        """Returns them in the order of rows: in new memory, if the loops have another order."""
         if self.expert is None:
             return self.layers.coded(0, self.layers.shape[0])
         rows = self.layers.coded(self.expert, self.expert + 1)
         return rows.rebuilt(each[0] for each in rows.tensors())
 
     def multiply(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
-        """Multiplies x [rows, in] bfloat16 by one expert, or each row by the one that `experts` [rows] names."""
-        if (order := self.layers.packed.order) is not None:
-            x = x.index_select(-1, order)
+        """Multiplies x [rows, in] of the weights' dtype by one expert, or each row by the one that `experts` [rows]
+        names."""
         if self.expert:
-            experts = torch.full((len(x),), self.expert)
-        return self.layers.multiply(x, experts)
+            experts = torch.full((len(x),), self.expert, device=x.device)
+        return self.layers.multiply(self._in_order(x), experts)
+
+    def multiply_sorted(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiplies x [rows, in] by the experts in their order. ends: [experts], where each one's rows end."""
+        return self.layers.multiply_sorted(self._in_order(x), ends)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        order = self.layers.packed.order
+        return x if order is None else x.index_select(-1, order)
 
 
 class CodedTensor(Tensor):
@@ -65,8 +99,11 @@ class CodedTensor(Tensor):
     ) -> CodedTensor:
         *leading, outputs, inputs = given.shape
         shape = (*leading, inputs, outputs) if is_transposed else (*leading, outputs, inputs)
+        form = given if isinstance(given, CodedWeight) else given.layers.packed
         with torch.inference_mode(False):  # views of a model's parameters are no inference tensors
-            made: CodedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+            made: CodedTensor = Tensor._make_wrapper_subclass(
+                cls, shape, dtype=dtype, device=form.codes.device
+            )
         made.given, made.is_transposed = given, is_transposed
         return made
 
@@ -75,7 +112,7 @@ class CodedTensor(Tensor):
 
     @property
     def coded(self) -> CodedWeight:
-        """Weights in the order of rows: in new memory if they are in the order of loops."""
+        """Weights in the order of rows: in new memory if the CPU's loops have another order."""
         return self.given if isinstance(self.given, CodedWeight) else self.given.coded()
 
     @property
@@ -84,40 +121,27 @@ class CodedTensor(Tensor):
         return self.given if isinstance(self.given, CodedWeight) else self.given.layers.packed
 
     @property
-    def layers(self) -> CodedLayers | None:
-        """Layers whose loops multiply all of the weights, if they are in the order of loops."""
+    def layers(self) -> Layers | None:
+        """Layers whose loops or kernel multiply all of the weights, if they are in the order of these."""
         given = self.given
         is_whole = isinstance(given, _Looped) and (given.expert is None or given.layers.shape[0] == 1)
         return given.layers if isinstance(given, _Looped) and is_whole else None
 
     def looped(self) -> CodedTensor:
-        """Returns the weights in the order of loops, which from then on multiply them. The same ones if no loop does,
-        or if some outputs of a few random rows show that one does it wrong."""
+        """Returns the weights in the order of the loops or the kernel of their device, which from then on multiply
+        them. The same ones if nothing does, or if some outputs of random rows show that it does it wrong."""
         weight = self.coded
-        if not has_coded_loops():
-            return self
-        from rootstock.kernels.torch.coded_linear import looped
-
-        layers = looped(weight, self.dtype)
+        layers = _layers_of(weight, self.dtype)
         if layers is None:
             return self
         made = _Looped(layers, 0 if len(weight.shape) == 2 else None)
-        experts = layers.shape[0]
-        x = torch.randn(
-            max(_SAMPLE_ROWS, experts), weight.shape[-1], generator=torch.Generator().manual_seed(0)
-        )
-        x = x.to(self.dtype)
-        chosen = torch.arange(len(x)) % experts
-        outputs = torch.linspace(0, weight.shape[-2] - 1, min(weight.shape[-2], _SAMPLE_OUTPUTS)).long()
-        got = made.multiply(x, chosen)[:, outputs].float()
-        for expert in range(experts):
-            own = weight.tensors() if len(weight.shape) == 2 else weight.part(expert, expert + 1).tensors()
-            exact = weight.rebuilt(each.index_select(-2, outputs) for each in own).widened()
-            expected = x[chosen == expert].float() @ exact.view(len(outputs), -1).mT
-            error = (got[chosen == expert] - expected).square().mean().sqrt()
-            if not error <= torch.finfo(self.dtype).eps * expected.square().mean().sqrt():
-                return self
-        return self.with_coded(made)
+        # The blocks of Triton's kernel differ for many rows. The loops compute each row in the same way.
+        is_right = _multiplies(made, weight, self.dtype, _MANY_ROWS if by_triton(self.device) else 1)
+        return self.with_coded(made) if is_right else self
+
+    def on(self, device: torch.device) -> CodedTensor:
+        """Returns the weights on a device, in the order of rows."""
+        return self.with_coded(self.coded.to(device))
 
     def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the weights in new memory, rounded to a dtype, or to the tensor's own."""
@@ -160,6 +184,31 @@ class CodedTensor(Tensor):
             return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
+def _multiplies(made: _Looped, weight: CodedWeight, dtype: torch.dtype, times: int) -> bool:
+    """Returns whether products of a few random rows, and of them so many times, are the exact ones but for their
+    rounding, as far as some outputs show."""
+    device, experts = weight.codes.device, made.layers.shape[0]
+    x = torch.randn(max(_SAMPLE_ROWS, experts), weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    x = x.to(device, dtype)
+    chosen = torch.arange(len(x), device=device) % experts
+    outputs = (
+        torch.linspace(0, weight.shape[-2] - 1, min(weight.shape[-2], _SAMPLE_OUTPUTS)).long().to(device)
+    )
+    got = [
+        made.multiply(x.repeat(count, 1), chosen.repeat(count))[:, outputs].float()
+        for count in sorted({1, -(-times // (len(x) // experts))})
+    ]
+    products = torch.cat(got).view(-1, len(x), len(outputs))
+    for expert in range(experts):
+        own = weight.tensors() if len(weight.shape) == 2 else weight.part(expert, expert + 1).tensors()
+        exact = weight.rebuilt(each.index_select(-2, outputs) for each in own).widened()
+        expected = x[chosen == expert].float() @ exact.view(len(outputs), -1).mT
+        errors = (products[:, chosen == expert] - expected).square().mean((1, 2)).sqrt()
+        if not errors.max() <= torch.finfo(dtype).eps * expected.square().mean().sqrt():
+            return False
+    return True
+
+
 def _plain(given: Any) -> Any:
     return given.unpacked() if isinstance(given, CodedTensor) else given
 
@@ -171,7 +220,7 @@ def _wide(given: Any) -> Any:
 
 
 def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Returns a product with the exact weights: rounded once, at its end. Loops compute it if they can."""
+    """Returns a product with the exact weights, rounded once, at its end. Loops or a kernel compute it if one can."""
     done = None if kwargs else _looped_product(func, args)
     if done is not None:
         return done
@@ -182,7 +231,7 @@ def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _looped_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the product by the loops. None: they do not compute it."""
+    """Returns the product by the loops or the kernel. None: they do not compute it."""
     bias: Tensor | None = None
     ends: Any = None
     match func, args:
@@ -199,14 +248,13 @@ def _looped_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     if not isinstance(weights, CodedTensor) or weights.is_transposed != is_transposed:
         return None
     given = weights.given
-    if isinstance(x, CodedTensor) or x.dtype != torch.bfloat16 or not isinstance(given, _Looped):
+    if isinstance(x, CodedTensor) or x.dtype != weights.dtype or not isinstance(given, _Looped):
         return None
-    rows, experts = x.reshape(-1, x.shape[-1]), None
+    rows = x.reshape(-1, x.shape[-1])
     if (ends is None) == (given.expert is None):
         return None
-    if ends is not None:  # rows are sorted by expert
-        experts = torch.searchsorted(ends.long(), torch.arange(len(rows)), right=True)
-    product = given.multiply(rows, experts).view(*x.shape[:-1], -1)
+    product = given.multiply(rows) if ends is None else given.multiply_sorted(rows, ends)
+    product = product.view(*x.shape[:-1], -1)
     return product if bias is None else product + bias
 
 
@@ -219,10 +267,14 @@ def _same(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _copy(tensor: Any, **kwargs: Any) -> Any:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device")
-    if not dtype.is_floating_point or (device is not None and torch.device(device).type != "cpu"):
+    if not dtype.is_floating_point or (device is not None and not _is_on(tensor, torch.device(device))):
         return None
     given = tensor.given if dtype == tensor.dtype else tensor.coded
     return CodedTensor(given, dtype, is_transposed=tensor.is_transposed)
+
+
+def _is_on(tensor: Any, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _on_parts(tensors: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) -> Any:
