@@ -7,19 +7,17 @@ the four vectors of outputs. Bytes of 8-bit codes are looked up twice, for eithe
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from rootstock.kernels.cpu.compiler import cgutils, intrinsic, types
+from rootstock.kernels.cpu.compiler import cgutils
 from rootstock.kernels.cpu.packed_products import BLOCK
-from rootstock.kernels.cpu.vector_lanes import I8, I16, I64, INTS, LANES, fetch, load, shuffle, store, switch
+from rootstock.kernels.cpu.vector_lanes import I8, I16, I64, INTS, LANES, load, shuffle
 
 SHIFTS = {4: 6, 8: 7, 16: 8}  # of the bytes of a pair of inputs, by bits; 16: values
-NEAR = 4 << 10  # bytes between the codes that are read and the codes that are fetched
 _VECTORS = BLOCK // LANES
 _WORDS, _BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
@@ -48,55 +46,40 @@ def tables_at(builder: ir.IRBuilder, bits: int, table: ir.Value) -> list[ir.Valu
     return [_place(builder, table, 64 * i, _BYTES) for i in range(4)]
 
 
-def values_at(builder: ir.IRBuilder, bits: int, tables: list[ir.Value], at: ir.Value) -> list[ir.Value]:
-    """Returns the values of a pair of inputs of a block: four vectors of pairs."""
+def values_at(
+    builder: ir.IRBuilder, bits: int, tables: list[ir.Value], at: ir.Value, vectors: range
+) -> list[ir.Value]:
+    """Returns the values of a pair of inputs: some of the four vectors of pairs, for 8 bits the vectors of a half or
+    all."""
     if bits == 16:
-        return [_place(builder, at, 64 * v, INTS) for v in range(_VECTORS)]
+        return [_place(builder, at, 64 * v, INTS) for v in vectors]
     if bits == 4:
         words = _place(builder, at, 0, _WORDS)
-        shifts = [ir.Constant(_WORDS, [4 * v] * (2 * LANES)) for v in range(_VECTORS)]
+        shifts = [ir.Constant(_WORDS, [4 * v] * (2 * LANES)) for v in vectors]
         # A place has five bits, and the table is twice the same: the fifth bit is the next code's.
-        places = [words if v == 0 else builder.lshr(words, shift) for v, shift in enumerate(shifts)]
+        places = [builder.lshr(words, shift) for shift in shifts]
         return [builder.bitcast(_look_up_words(builder, tables[0], place), INTS) for place in places]
     values = []
-    sign = ir.Constant(_BYTES, [-128] * (4 * LANES))
-    for vector in range(2):
-        codes = _place(builder, at, 64 * vector, _BYTES)
-        low = _look_up_bytes(builder, tables[0], codes, tables[1])
-        high = builder.or_(_look_up_bytes(builder, tables[2], codes, tables[3]), builder.and_(codes, sign))
-        for half in range(2):
-            lanes = [
-                x
-                for quarter in range(4)
-                for i in range(8)
-                for x in (16 * quarter + 8 * half + i, 64 + 16 * quarter + 8 * half + i)
-            ]
-            values.append(builder.bitcast(shuffle(builder, low, high, lanes), INTS))
+    for half in range(vectors.start // 2, vectors.stop // 2):
+        values += _values_of_8(builder, tables, _place(builder, at, 64 * half, _BYTES))
     return values
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def write_values(typing: Any, bits: Any, codes: Any, pairs: Any, table: Any, out: Any) -> Any:
-    """Writes the values of codes [pairs, …] of a block to out [pairs, 64] pairs. All but `pairs` and `bits` are
-    addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        bits, codes, pairs, table, out = given
-
-        def write(bits: int) -> None:
-            tables, bytes_ = tables_at(builder, bits, table), 1 << SHIFTS[bits]
-            with cgutils.for_range(builder, pairs, intp=I64) as loop:
-                at = builder.add(codes, builder.shl(loop.index, I64(SHIFTS[bits])))
-                to = builder.add(out, builder.shl(loop.index, I64(8)))
-                for line in range(0, bytes_, 64):
-                    fetch(builder, builder.add(at, I64(NEAR + line)), 2)
-                for v, value in enumerate(values_at(builder, bits, tables, at)):
-                    store(builder, value, builder.add(to, I64(64 * v)))
-
-        switch(builder, bits, {bits: partial(write, bits) for bits in (4, 8)})
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+def _values_of_8(builder: ir.IRBuilder, tables: list[ir.Value], codes: ir.Value) -> list[ir.Value]:
+    """Returns two vectors of pairs."""
+    sign = ir.Constant(_BYTES, [-128] * (4 * LANES))
+    low = _look_up_bytes(builder, tables[0], codes, tables[1])
+    high = builder.or_(_look_up_bytes(builder, tables[2], codes, tables[3]), builder.and_(codes, sign))
+    values = []
+    for half in range(2):
+        lanes = [
+            x
+            for quarter in range(4)
+            for i in range(8)
+            for x in (16 * quarter + 8 * half + i, 64 + 16 * quarter + 8 * half + i)
+        ]
+        values.append(builder.bitcast(shuffle(builder, low, high, lanes), INTS))
+    return values
 
 
 # ---- packing
