@@ -20,7 +20,7 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from rootstock.kernels.cpu.code_values import SHIFTS, tables_at, values_at
+from rootstock.kernels.cpu.code_values import AT_ONCE, BYTES, tables_at, values_at
 from rootstock.kernels.cpu.compiler import cgutils, intrinsic, types
 from rootstock.kernels.cpu.packed_products import BLOCK
 from rootstock.kernels.cpu.pair_products import add_pairs, splat_at
@@ -42,8 +42,8 @@ from rootstock.kernels.cpu.vector_lanes import (
 llvm.initialize_native_asmparser()  # for `_inputs_at`
 
 MOST, WHOLE = 7, 3  # rows of a batch; rows whose products with a whole block fit into the registers
-# What a batch multiplies: codes of so many bits, values, or codes of 8 bits whose values it keeps.
-VALUES, KEPT = 16, 24
+# What a batch multiplies: codes of so many bits, values, or codes whose values it keeps (KEPT + bits).
+VALUES, KEPT = 16, 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # of scales and minima
 _VECTORS = BLOCK // LANES
 
@@ -94,11 +94,11 @@ def add_batch(
     """Computes totals = begins + scale · products + minimum · sum of inputs of one to seven rows and a block, segment
     by segment.
 
-    way         8 · bits + rows; instead of bits also VALUES or KEPT
+    way         8 · bits + rows; instead of bits also VALUES or KEPT + bits
     rows        address of [count] int64: the addresses of rows
     along       bytes from the address of a row to its first pair
     weight      address of codes, or of values
-    pairs       of inputs; the last segment may have fewer than `segment`
+    pairs       of inputs; the last segment may have fewer than `segment`. For 6 bits all are even
     scales      address of [segments, 64] float32
     minima      the same; 0: there are none
     sums        address of the sums of the first row's inputs, [segments] float32, of other rows `sums_stride` further
@@ -113,7 +113,7 @@ def add_batch(
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         way, *others = given
         cases: dict[int, Callable[[], None]] = {}
-        for source in (4, 8, VALUES, KEPT):
+        for source in (4, 6, 8, VALUES, KEPT + 6, KEPT + 8):
             least = 1 if source <= 8 else WHOLE + 1  # there are further batches only where each has more rows
             for count in range(least, MOST + 1):
                 cases[8 * source + count] = partial(_add, builder, source, count, _OfBatch(*others))
@@ -160,7 +160,7 @@ def _segment_products(
     pairs: ir.Value,
 ) -> list[list[ir.Value]]:
     """Returns the sums of the products of `pairs` pairs from `first` on, for each row and vector."""
-    bits = 8 if source == KEPT else source
+    bits = source - KEPT if source > VALUES else source
     table = builder.inttoptr(given.rows, I64.as_pointer())
     rows = [builder.add(builder.load(builder.gep(table, [I64(r)])), given.along) for r in range(count)]
     tables = tables_at(builder, bits, given.table)
@@ -168,22 +168,24 @@ def _segment_products(
     for of_row in sums:
         for one in of_row:
             builder.store(floats(0.0), one)
-    with cgutils.for_range(builder, pairs, intp=I64) as loop:
-        pair = builder.add(first, loop.index)
-        at = builder.add(given.weight, builder.shl(pair, I64(SHIFTS[bits])))
+    at_once = AT_ONCE[bits]
+    with cgutils.for_range(builder, builder.udiv(pairs, I64(at_once)), intp=I64) as loop:
+        pair = builder.add(first, builder.mul(loop.index, I64(at_once)))
         if source != VALUES:
             ahead = builder.add(given.fetched, builder.mul(given.stride, pair))
-            for line in range(bits // 4 * len(vectors) // _VECTORS or 1):
+            for line in range(-(-at_once * BYTES[bits] * len(vectors) // _VECTORS // 64)):
                 fetch(builder, builder.add(ahead, I64(64 * line)), 2)
-        columns = values_at(builder, bits, tables, at, vectors)
-        if source == KEPT:
-            to = builder.add(given.values, builder.shl(pair, I64(SHIFTS[VALUES])))
-            for v, column in zip(vectors, columns, strict=True):
-                store(builder, column, builder.add(to, I64(64 * v)))
-        for row, of_row in zip(rows, sums, strict=True):
-            inputs = _inputs_at(builder, row, pair)
-            for one, column in zip(of_row, columns, strict=True):
-                builder.store(add_pairs(builder, builder.load(one), inputs, column), one)
+        at = builder.add(given.weight, builder.mul(pair, I64(BYTES[bits])))
+        for i, columns in enumerate(values_at(builder, bits, tables, at, vectors)):
+            here = builder.add(pair, I64(i))
+            if source > VALUES:
+                to = builder.add(given.values, builder.mul(here, I64(BYTES[VALUES])))
+                for v, column in zip(vectors, columns, strict=True):
+                    store(builder, column, builder.add(to, I64(64 * v)))
+            for row, of_row in zip(rows, sums, strict=True):
+                inputs = _inputs_at(builder, row, here)
+                for one, column in zip(of_row, columns, strict=True):
+                    builder.store(add_pairs(builder, builder.load(one), inputs, column), one)
     return [[builder.load(one) for one in of_row] for of_row in sums]
 
 

@@ -1,11 +1,12 @@
-"""Products of bfloat16 rows with weights of 8 or 4 bits, exactly as the codes stand: no number is rounded before the
-products of a row are added up.
+"""Products of bfloat16 rows with weights of 8, 6 or 4 bits, exactly as the codes stand: no number is rounded before
+the products of a row are added up.
 
 A weight is scale · value(code) + minimum, with a scale, and where a format has them a minimum, for each group of
-inputs of an output. A code of 4 bits is a place in a table of 16 values; a code of 8 bits is a sign and a place in a
-table of 128. Values are numbers of bfloat16, so the processor's instruction for pairs multiplies them (AVX512-BF16).
-A group's products are added up in float32, and the sum is multiplied by the scale. A minimum is multiplied by the sum
-of the group's inputs. Scales and minima may be numbers of 8 bits times a number that several groups share.
+inputs of an output. A code of 4 or 6 bits is a place in a table of 16 or 64 values; a code of 8 bits is a sign and a
+place in a table of 128. Values are numbers of bfloat16, so the processor's instruction for pairs multiplies them
+(AVX512-BF16). A group's products are added up in float32, and the sum is multiplied by the scale. A minimum is
+multiplied by the sum of the group's inputs. Scales and minima may be numbers of 8 bits times a number that several
+groups share.
 
 A task's rows are multiplied batch by batch (coded_batches.py) with the pairs of inputs of a turn, whose codes stay in
 the first cache. All batches add in the same order: the sums of a row depend neither on other rows nor on threads.
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rootstock.kernels.cpu.code_values import AT_ONCE
 from rootstock.kernels.cpu.coded_batches import KEPT, KINDS, MOST, VALUES, WHOLE, add_batch, widen_numbers
 from rootstock.kernels.cpu.compiler import (
     c_function,
@@ -56,9 +58,9 @@ _NEAR = 4 << 10  # bytes between the codes that few rows read and the codes that
 
 CODED_JOB = np.dtype(
     [
-        *JOB.descr,  # `weights` are codes: [experts, blocks, pairs, 64 or 128 bytes]
+        *JOB.descr,  # `weights` are codes: [experts, blocks, pairs, 64, 96 or 128 bytes]
         ("bits", "i8"),
-        ("table", "i8"),  # address of 64 bytes (4 bits) or 256 bytes (8 bits), see `table_of`
+        ("table", "i8"),  # address of 64 bytes (4 bits), 128 (6) or 256 (8), see `table_of`
         ("group", "i8"),  # pairs of inputs
         ("segment", "i8"),  # pairs of inputs: a divisor of `group`, or a part of it
         ("scales", "i8"),  # address of [experts, blocks, groups, 64]
@@ -146,7 +148,7 @@ def _multiply_rows(
     """
     count = len(rows)
     batches = (count + MOST - 1) // MOST
-    source = KEPT if batches > 1 and job.bits == 8 else job.bits
+    source = KEPT + job.bits if batches > 1 and job.bits > 4 else job.bits
     # Few rows wait for their codes; a batch of more reads them twice, and fetches those of the next turn meanwhile.
     stride = 16 * job.bits if count <= WHOLE else 8 * job.bits
     fetched = codes + (_NEAR if count <= WHOLE else 16 * job.bits * pairs)
@@ -173,7 +175,7 @@ def _multiply_rows(
             stride,
         )
         r += here
-        source, fetched, stride = VALUES if source == KEPT else source, codes, 0
+        source, fetched, stride = VALUES if source > VALUES else source, codes, 0
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -217,7 +219,7 @@ def _work(jobs: Any) -> None:
     segments = _segment_at(job, job.pairs + job.segment - 1)
     at_once = min(segments, max(1, _TURN // job.segment))
     scales, minima = np.empty((at_once, BLOCK), np.float32), np.empty((at_once, BLOCK), np.float32)
-    keeps = job.bits == 8 and job.products > MOST
+    keeps = job.bits > 4 and job.products > MOST
     values = np.empty((min(_TURN, job.pairs) if keeps else 0, BLOCK), np.uint32)
     sums = np.empty((job.products if job.minima != 0 else 0, segments), np.float32)
     summed = np.zeros(job.products + 1, np.uint8)  # by the place of a part's first product
@@ -295,19 +297,20 @@ class CodedProducts(PackedProducts):
     def __init__(
         self, weight: CodedWeight, table: Tensor, shape: tuple[int, int, int], biases: Tensor | None
     ) -> None:
-        """Initialises products with weights of shape [experts, out, in], an even number of inputs.
+        """Initialises products with weights of shape [experts, out, in], an even number of inputs, for 6
+        bits a multiple of four.
 
         weight  codes by `pack_codes`, the numbers of groups by `pack_scales`; kept
         table   by `table_of`; kept
         biases  [experts, out]
         """
         super().__init__(weight.codes.data_ptr(), shape, biases, CODED_JOB, _compiled())
-        assert weight.group % 2 == 0
+        assert self.in_features % (2 * AT_ONCE[weight.bits]) == 0
         assert weight.scales.own.shape[2] == -(-self.in_features // weight.group)
         self._kept = weight, table
         job: Any = self._job[0]
         job["bits"], job["table"], job["group"] = weight.bits, table.data_ptr(), weight.group // 2
-        job["segment"] = _segment_of(weight.group // 2)
+        job["segment"] = _segment_of(weight.group // 2, AT_ONCE[weight.bits])
         job["of_shared"], job["in_scales"] = weight.scales.of_shared, weight.in_scales
         for field, name, numbers in (
             ("scales", "scale", weight.scales),
@@ -323,7 +326,10 @@ class CodedProducts(PackedProducts):
                 job[f"{name}_shared"] = numbers.shared.data_ptr()
 
 
-def _segment_of(group: int) -> int:
-    """Returns the pairs of a segment for groups of so many pairs."""
-    fits = (size for size in range(min(group, _SEGMENT), 15, -1) if group % size == 0)
-    return group if group < 16 else next(fits, _SEGMENT)
+def _segment_of(group: int, at_once: int) -> int:
+    """Returns the pairs of a segment, a multiple of `at_once`, for groups of so many pairs."""
+    assert group % at_once == 0
+    sizes = (
+        size for size in range(min(group, _SEGMENT), 15, -1) if size % at_once == 0 and group % size == 0
+    )
+    return group if group < 16 else next(sizes, _SEGMENT)
