@@ -20,6 +20,7 @@ from rootstock.kernels.cuda import triton_coded
 from rootstock.kernels.cuda.triton_coded import TritonCodedLayers, ValueRule, block_shape, splits_of
 from rootstock.kernels.torch.coded_weight import (
     CENTRED,
+    CENTRED_SIX,
     INTEGERS,
     NORMAL,
     UNSIGNED,
@@ -35,7 +36,7 @@ WHOLE = INPUTS
 FP8 = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0)
 FP8_WIDE = torch.arange(128, dtype=torch.uint8).view(torch.float8_e5m2).float()
 FP8_WIDE = FP8_WIDE.where(FP8_WIDE.isfinite(), torch.zeros(()))
-TABLES = {4: NORMAL, 8: INTEGERS}
+TABLES = {4: NORMAL, 6: CENTRED_SIX, 8: INTEGERS}
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # of scales and minima
 OF_SHARED = 3
 
@@ -57,7 +58,7 @@ def coded_weight(
     shape: tuple[int, int, int] = (1, OUTPUTS, INPUTS),
 ) -> CodedWeight:
     random = torch.Generator().manual_seed(group + len(values))
-    most = 16 if len(values) == 16 else 256
+    most = {16: 16, 64: 64}.get(len(values), 256)
     codes = torch.randint(0, most, shape, generator=random).to(torch.uint8)
     codes[(values[codes.int() % len(values)] == 0) & (codes % 128 > 0) & (most > 16)] = (
         1  # no infinities of FP8
@@ -104,7 +105,7 @@ def assert_as_exact_as_unpacked(
 
 @pytest.mark.parametrize("minima", ["none", "own", "in scales"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, WHOLE])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_every_form_for_few_and_many_rows(bits: int, group: int, minima: str) -> None:
     for number, kind in enumerate(KINDS):
         weight = coded_weight(TABLES[bits], group, kind, minima)
@@ -142,7 +143,7 @@ def test_values_are_computed_where_they_follow_a_rule() -> None:
     ("outputs", "inputs", "group"),
     [(64, 128, 64), (1, 2, 2), (130, 66, 64), (5, 96, 48), (129, 130, 6), (64, 100, 100), (33, 256, 4)],
 )
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_shapes_of_any_size(bits: int, outputs: int, inputs: int, group: int) -> None:
     weight = coded_weight(TABLES[bits], group, torch.float16, "own", (1, outputs, inputs))
     for rows in (1, 17, 65, 129):
@@ -207,7 +208,7 @@ def test_rows_may_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_each_row_is_multiplied_by_its_expert(bits: int, rows: int) -> None:
     experts = 5
     weight = coded_weight(TABLES[bits], 32, torch.int8, "own", (experts, OUTPUTS, INPUTS))

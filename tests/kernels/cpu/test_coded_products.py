@@ -20,8 +20,31 @@ pytestmark = pytest.mark.skipif(not has_coded_products(), reason="needs AVX512-B
 
 TABLES = {
     4: torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+    6: torch.arange(64) - 20.5,
     8: torch.arange(128) + 0.5,
 }
+SHAPES = [  # outputs, inputs, inputs of a group
+    (64, 64, 32),
+    (96, 1024, 16),
+    (130, 384, 128),
+    (64, 1728, 1728),  # one group, in segments
+    (70, 500, 250),  # segments of 25 pairs
+    (70, 524, 262),  # no segment divides the group
+    (7, 70, 32),  # the last group is short
+    (200, 4100, 64),  # more than a turn
+    (64, 34, 2),
+]
+# Codes of 6 bits have two pairs of inputs together.
+SHAPES_OF_6 = [
+    (64, 64, 32),
+    (96, 1024, 16),
+    (130, 384, 128),
+    (64, 1728, 1728),
+    (70, 536, 268),
+    (7, 72, 32),
+    (200, 4100, 64),
+    (64, 36, 4),
+]
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,8 +60,8 @@ def random_codes(*shape: int, bits: int, seed: int) -> Tensor:
 
 
 def values_of(codes: Tensor, bits: int) -> Tensor:
-    if bits == 4:
-        return TABLES[4][codes.long()]
+    if bits != 8:
+        return TABLES[bits][codes.long()]
     values = TABLES[8][(codes & 127).long()]
     return torch.where(codes >= 128, -values, values)
 
@@ -66,8 +89,13 @@ def numbers_of(kind: str, experts: int, outputs: int, groups: int, seed: int) ->
     return Numbers(own, shared.half(), 3)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("experts", "outputs", "inputs"), [(1, 64, 2), (1, 130, 34), (3, 7, 16)])
+@pytest.mark.parametrize(
+    ("bits", "experts", "outputs", "inputs"),
+    [
+        *((bits, *shape) for bits in (4, 8) for shape in ((1, 64, 2), (1, 130, 34), (3, 7, 16))),
+        *((6, *shape) for shape in ((1, 64, 4), (1, 130, 36), (3, 7, 16))),
+    ],
+)
 def test_codes_are_packed_and_unpacked(bits: int, experts: int, outputs: int, inputs: int) -> None:
     codes = random_codes(experts, outputs, inputs, bits=bits, seed=1)
     packed = pack_codes(codes, bits)
@@ -75,22 +103,11 @@ def test_codes_are_packed_and_unpacked(bits: int, experts: int, outputs: int, in
     assert torch.equal(unpack_codes(packed, bits, outputs), codes)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", [*DTYPES, "uint8", "int8"])
 @pytest.mark.parametrize("minimum", ["none", "own", "in scales"])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "group"),
-    [
-        (64, 64, 32),
-        (96, 1024, 16),
-        (130, 384, 128),
-        (64, 1728, 1728),  # one group, in segments
-        (70, 500, 250),  # segments of 25 pairs
-        (70, 524, 262),  # no segment divides the group
-        (7, 70, 32),  # the last group is short
-        (200, 4100, 64),  # more than a turn
-        (64, 34, 2),
-    ],
+    ("bits", "outputs", "inputs", "group"),
+    [*((bits, *shape) for bits in (4, 8) for shape in SHAPES), *((6, *shape) for shape in SHAPES_OF_6)],
 )
 def test_products_are_of_the_stored_numbers_rounded_once(
     bits: int,
@@ -136,7 +153,7 @@ def test_products_are_of_the_stored_numbers_rounded_once(
             assert torch.equal(products(x[first:end]), together[first:end])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(("experts", "choices", "rows"), [(4, 2, 3), (16, 4, 40), (8, 8, 230)])
 def test_rows_are_multiplied_by_the_experts_that_were_chosen(
     bits: int, experts: int, choices: int, rows: int

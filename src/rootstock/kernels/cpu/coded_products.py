@@ -1,35 +1,36 @@
-"""Products of bfloat16 rows with weights of 8 or 4 bits, exactly as the codes stand: no number is rounded before the
-products of a row are added up.
+"""Products of bfloat16 rows with weights of 8, 6 or 4 bits, exactly as the codes stand: no number is rounded before
+the products of a row are added up.
 
 A weight is scale · value(code) + minimum, with a scale, and where a format has them a minimum, for each group of
-inputs of an output. A code of 4 bits is a place in a table of 16 values; a code of 8 bits is a sign and a place in a
-table of 128. Values are numbers of bfloat16, so the processor's instruction for pairs multiplies them (AVX512-BF16).
-A group's products are added up in float32, and the sum is multiplied by the scale. A minimum is multiplied by the sum
-of the group's inputs. Scales and minima may be numbers of 8 bits times a number that several groups share.
+inputs of an output. A code of 4 or 6 bits is a place in a table of 16 or 64 values; a code of 8 bits is a sign and a
+place in a table of 128. Values are numbers of bfloat16, so the processor's instruction for pairs multiplies them
+(AVX512-BF16). A group's products are added up in float32, and the sum is multiplied by the scale. A minimum is
+multiplied by the sum of the group's inputs. Scales and minima may be numbers of 8 bits times a number that several
+groups share.
 
-Up to `_DIRECT` rows are multiplied with values that stay in registers. For more rows, values of some pairs of inputs
-are written to scratch memory first, and all rows of a task pass over them while the next codes are fetched. Both add
-in the same order: the sums of a row depend neither on other rows nor on threads.
+A task's rows are multiplied batch by batch (coded_batches.py) with the pairs of inputs of a turn, whose codes stay in
+the first cache. All batches add in the same order: the sums of a row depend neither on other rows nor on threads.
 
-Measured on two cores (Zen 4) against the loops for bfloat16: for one row .51 to .58 of their time (8 bits) and .28 to
-.4 (4 bits), for eight .8 to .9, for 16 to 2,048 1.0 to 1.07.
+Measured on one core (Zen 4), in cache, against the loops for bfloat16, with 1, 8, 16 and 512 rows: .61, .97, .96 and
+1.02 of their time for 4 bits in groups of 128; .65, 1.02, 1.01, 1.04 in groups of 32, with minima and small scales
+.76, 1.12, 1.11, 1.14; for 8 bits in groups of 128 .88, 1.05, 1.02, 1.03; for 6 bits in groups of 16 .89, 1.21, 1.17,
+1.12. A group of 32 inputs costs one more instruction for each 16 products, and a minimum as many again. Up to four
+rows wait for memory in a model, where fewer bytes count for more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from torch import Tensor
 
-from rootstock.kernels.cpu.code_values import NEAR, SHIFTS, tables_at, values_at, write_values
+from rootstock.kernels.cpu.code_values import AT_ONCE
+from rootstock.kernels.cpu.coded_batches import KEPT, KINDS, MOST, VALUES, WHOLE, add_batch, widen_numbers
 from rootstock.kernels.cpu.compiler import (
     c_function,
-    cgutils,
     compiled,
     fetch_add,
     has_features,
@@ -46,243 +47,164 @@ from rootstock.kernels.cpu.packed_products import (
     next_task,
     place_of,
     plan_tasks,
+    round_block,
     write_block,
 )
-from rootstock.kernels.cpu.pair_products import AT_ONCE, add_pairs, splat_at
-from rootstock.kernels.cpu.vector_lanes import (
-    FLOATS,
-    I64,
-    LANES,
-    add_product,
-    fetch,
-    floats,
-    load,
-    store,
-    switch,
-)
+from rootstock.kernels.cpu.vector_lanes import I64, fetch
 from rootstock.kernels.torch.coded_weight import CodedWeight
 
 _SEGMENT = 64  # the most pairs of inputs whose products are added up before they are scaled
-_PIECE, _TURN = 256, 2048  # pairs whose values are in scratch memory: 64 KB for some rows, 512 KB for many
-_DIRECT, _FEW, _SOME = 4, 16, 47  # rows
+_TURN = 256  # pairs of inputs
 _PART = 192  # rows of one task
-_MINIMA = 16  # groups whose minima are widened together
-_VECTORS = BLOCK // LANES
-_KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # of scales and minima
-_F32, _BF16, _F16, _U8, _I8 = range(5)
+_ROWS_AHEAD = 6  # between the outputs that are written and those that are fetched
+_NEAR = 4 << 10  # bytes between the codes that few rows read and the codes that are fetched
 
 CODED_JOB = np.dtype(
     [
-        *JOB.descr,  # `weights` are codes: [experts, blocks, pairs, 64 or 128 bytes]
+        *JOB.descr,  # `weights` are codes: [experts, blocks, pairs, 64, 96 or 128 bytes]
         ("bits", "i8"),
-        ("table", "i8"),  # address of 64 bytes (4 bits) or 256 bytes (8 bits), see `table_of`
+        ("table", "i8"),  # address of 64 bytes (4 bits), 128 (6) or 256 (8), see `table_of`
         ("group", "i8"),  # pairs of inputs
         ("segment", "i8"),  # pairs of inputs: a divisor of `group`, or a part of it
         ("scales", "i8"),  # address of [experts, blocks, groups, 64]
         ("scale_kind", "i8"),
+        ("scale_bytes", "i8"),  # of one number
         ("scale_shared", "i8"),  # address of [experts, blocks, groups / of_shared, 64] float16; 0: none
         ("minima", "i8"),  # the same; 0: there are none
         ("minimum_kind", "i8"),
+        ("minimum_bytes", "i8"),
         ("minimum_shared", "i8"),
         ("of_shared", "i8"),  # groups
         ("in_scales", "i8"),  # 1: minima are multiples of the scales
     ]
 )
-# ---- products
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _add_coded(
-    typing: Any,
-    way: Any,
-    rows: Any,
-    along: Any,
-    weight: Any,
-    pairs: Any,
-    group: Any,
-    scales: Any,
-    table: Any,
-    totals: Any,
-    fetched: Any,
-    stride: Any,
-) -> Any:
-    """Adds scale · products of one to six rows and a block to totals, group by group.
-
-    way     16 · bits + rows; bits 16: the weights are values
-    rows    address of [count] int64: the addresses of rows
-    along   bytes from the address of a row to its first pair
-    weight  address of codes, or of values
-    pairs   of inputs; the last group may have fewer than `group`
-    scales  address of [groups, 64] float32
-    totals  address of [count, 64] float32
-    fetched address of memory that is fetched into the second cache meanwhile, `stride` bytes for each pair
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        way, *others = given
-        cases: dict[int, Callable[[], None]] = {}
-        for bits in (4, 8, 16):
-            for count in range(1, (AT_ONCE if bits == 16 else _DIRECT) + 1):
-                cases[16 * bits + count] = partial(_add, builder, bits, count, *others)
-        switch(builder, way, cases)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), generate
-
-
-def _add(builder: ir.IRBuilder, bits: int, count: int, *given: Any) -> None:
-    rows, along, weight, pairs, group, scales, table, totals, fetched, stride = given
-    addresses = builder.inttoptr(rows, I64.as_pointer())
-    at_rows = [builder.add(builder.load(builder.gep(addresses, [I64(r)])), along) for r in range(count)]
-    tables, shift = tables_at(builder, bits, table), SHIFTS[bits]
-    sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(_VECTORS)] for _ in range(count)]
-    places = [builder.add(totals, I64(256 * r + 64 * v)) for r in range(count) for v in range(_VECTORS)]
-    begun = [cgutils.alloca_once_value(builder, load(builder, place)) for place in places]
-    added = [begun[_VECTORS * r : _VECTORS * (r + 1)] for r in range(count)]
-    groups = builder.udiv(builder.sub(builder.add(pairs, group), I64(1)), group)
-    with cgutils.for_range(builder, groups, intp=I64) as of_group:
-        begin = builder.mul(of_group.index, group)
-        left = builder.sub(pairs, begin)
-        here = builder.select(builder.icmp_signed("<", left, group), left, group)
-        for of_row in sums:
-            for total in of_row:
-                builder.store(floats(0.0), total)
-        with cgutils.for_range(builder, here, intp=I64) as loop:
-            pair = builder.add(begin, loop.index)
-            at = builder.add(weight, builder.shl(pair, I64(shift)))
-            if bits == 16:
-                ahead, lines = builder.add(fetched, builder.mul(stride, pair)), 2
-            else:
-                ahead, lines = builder.add(at, I64(NEAR)), bits // 4
-            for line in range(lines):
-                fetch(builder, builder.add(ahead, I64(64 * line)), 2)
-            columns = values_at(builder, bits, tables, at)
-            place = builder.shl(pair, I64(2))
-            for row, of_row in zip(at_rows, sums, strict=True):
-                inputs = splat_at(builder, builder.add(row, place))
-                for total, column in zip(of_row, columns, strict=True):
-                    builder.store(add_pairs(builder, builder.load(total), inputs, column), total)
-        of_scales = builder.add(scales, builder.shl(of_group.index, I64(8)))
-        for v in range(_VECTORS):
-            scale = load(builder, builder.add(of_scales, I64(64 * v)))
-            for of_row, of_totals in zip(sums, added, strict=True):
-                total = builder.load(of_totals[v])
-                builder.store(add_product(builder, total, builder.load(of_row[v]), scale), of_totals[v])
-    for place, one in zip(places, [one for of_row in added for one in of_row], strict=True):
-        store(builder, builder.load(one), place)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _add_minima(typing: Any, sums: Any, minima: Any, groups: Any, total: Any) -> Any:
-    """Adds sums [groups] · minima [groups, 64] to total [64]. sums, minima, total: addresses of float32"""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        sums, minima, groups, total = given
-        places = [builder.add(total, I64(64 * v)) for v in range(_VECTORS)]
-        added = [cgutils.alloca_once_value(builder, load(builder, place)) for place in places]
-        with cgutils.for_range(builder, groups, intp=I64) as loop:
-            at = builder.add(minima, builder.shl(loop.index, I64(8)))
-            number = splat_at(builder, builder.add(sums, builder.shl(loop.index, I64(2))))
-            factor = builder.bitcast(number, FLOATS)
-            for v, one in enumerate(added):
-                minimum = load(builder, builder.add(at, I64(64 * v)))
-                builder.store(add_product(builder, builder.load(one), factor, minimum), one)
-        for place, one in zip(places, added, strict=True):
-            store(builder, builder.load(one), place)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-# ---- scales
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _from_half(typing: Any, bits: Any) -> Any:
-    """Converts a float16, as uint16, to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.fpext(builder.bitcast(given[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
 
 
 @compiled
-def _widen(
-    at: Any, kind: Any, shared: Any, of_shared: Any, block: Any, groups: Any, group: Any, into: Any
-) -> None:
-    """Writes the scales, or minima, of a group to into [64] float32.
-
-    at      address of the numbers of all blocks
-    shared  address of the factors that `of_shared` groups share; 0: there are none
-    groups  of a block
-    """
-    begin = BLOCK * (groups * block + group)
-    if kind == _F32:
-        wide = nb.carray(pointer_to(at + 4 * begin), (BLOCK,), np.float32)
-        for i in range(BLOCK):
-            into[i] = wide[i]
-    elif kind == _U8:
-        small = nb.carray(pointer_to(at + begin), (BLOCK,), np.uint8)
-        for i in range(BLOCK):
-            into[i] = np.float32(small[i])
-    elif kind == _I8:
-        signed = nb.carray(pointer_to(at + begin), (BLOCK,), np.int8)
-        for i in range(BLOCK):
-            into[i] = np.float32(signed[i])
-    else:
-        halves = nb.carray(pointer_to(at + 2 * begin), (BLOCK,), np.uint16)
-        if kind == _BF16:
-            for i in range(BLOCK):
-                into[i] = widen(halves[i])
-        else:
-            for i in range(BLOCK):
-                into[i] = _from_half(halves[i])
-    if shared != 0:
-        place = (groups + of_shared - 1) // of_shared * block + group // of_shared
-        factors = nb.carray(pointer_to(shared + 2 * BLOCK * place), (BLOCK,), np.uint16)
-        for i in range(BLOCK):
-            into[i] *= _from_half(factors[i])
+def _segment_at(job: Any, pair: Any) -> Any:
+    """Returns the number of the segment in which a pair lies."""
+    return (
+        pair // job.group * ((job.group + job.segment - 1) // job.segment) + pair % job.group // job.segment
+    )
 
 
 @compiled
-def _widen_scales(job: Any, block: Any, first: Any, pairs: Any, groups: Any, into: Any) -> None:
-    """Widens the scales of the segments of `pairs` pairs from `first` on."""
-    for segment in range((pairs + job.segment - 1) // job.segment):
-        group = (first + segment * job.segment) // job.group
-        _widen(
-            job.scales,
-            job.scale_kind,
-            job.scale_shared,
-            job.of_shared,
-            block,
-            groups,
-            group,
-            into[segment],
-        )
-
-
-@compiled
-def _widen_minima(job: Any, block: Any, first: Any, count: Any, groups: Any, into: Any) -> None:
-    """Widens the minima of `count` groups from `first` on. into [> count, 64]: the last row is scratch memory"""
-    scale = into[count]
-    for g in range(count):
-        kind, shared, group = job.minimum_kind, job.minimum_shared, first + g
-        _widen(job.minima, kind, shared, job.of_shared, block, groups, group, into[g])
-        if job.in_scales != 0:
-            _widen(job.scales, job.scale_kind, job.scale_shared, job.of_shared, block, groups, group, scale)
-            for i in range(BLOCK):
-                into[g, i] *= scale[i]
-
-
-@compiled
-def _sum_groups(row: Any, group: Any, sums: Any) -> None:
-    """Adds up the inputs of each group. row [inputs] bfloat16, sums [groups] float32; group: inputs"""
-    for g in range(len(sums)):
+def _sum_segments(row: Any, group: Any, segment: Any, of_group: Any, sums: Any) -> None:
+    """Adds up the inputs of each segment. row [inputs] bfloat16, sums [segments] float32; group, segment: inputs"""
+    for s in range(len(sums)):
+        begin = s // of_group * group + s % of_group * segment
         total = np.float32(0)
-        for i in range(g * group, min((g + 1) * group, len(row))):
+        for i in range(begin, min(begin + segment, s // of_group * group + group, len(row))):
             total += widen(row[i])
-        sums[g] = total
+        sums[s] = total
+
+
+@compiled
+def _widen_segments(
+    job: Any, block: Any, first: Any, count: Any, of_group: Any, scales: Any, minima: Any
+) -> None:
+    """Widens the scales and minima of `count` segments of a block to [count, 64] float32 at two addresses."""
+    groups = (job.pairs + job.group - 1) // job.group
+    place, of_shared = BLOCK * groups * block, job.of_shared
+    place_of_shared = 2 * BLOCK * ((groups + of_shared - 1) // of_shared) * block
+    at, shared = job.scales + job.scale_bytes * place, job.scale_shared
+    shared += place_of_shared if shared != 0 else 0
+    widen_numbers(job.scale_kind, at, shared, of_shared, first, count, of_group, 0, scales)
+    if job.minima != 0:
+        at, shared = job.minima + job.minimum_bytes * place, job.minimum_shared
+        shared += place_of_shared if shared != 0 else 0
+        factors = scales if job.in_scales != 0 else 0
+        widen_numbers(job.minimum_kind, at, shared, of_shared, first, count, of_group, factors, minima)
+
+
+@compiled
+def _pairs_of_turn(job: Any, first: Any) -> Any:
+    """Returns the pairs that are multiplied by all rows before the next ones: whole segments."""
+    left = job.pairs - first
+    if job.group % job.segment != 0:
+        return min(left, job.segment, job.group - first % job.group)
+    return min(left, max(1, _TURN // job.segment) * job.segment)
+
+
+@compiled
+def _multiply_rows(
+    job: Any,
+    codes: Any,
+    first: Any,
+    pairs: Any,
+    rows: Any,
+    begins: Any,
+    totals: Any,
+    scales: Any,
+    minima: Any,
+    sums: Any,
+    stride_of_sums: Any,
+    values: Any,
+) -> None:
+    """Adds the products of pairs of inputs from `first` on to totals, batch by batch.
+
+    codes   address of the codes of the pairs
+    rows    [count] int64: addresses
+    begins  address of [64] float32: the biases, with which totals begin where `first` is zero
+    totals  [≥ count, 64] float32
+    others  addresses, see `add_batch`; `sums` of the first row's segments
+    """
+    count = len(rows)
+    batches = (count + MOST - 1) // MOST
+    source = KEPT + job.bits if batches > 1 and job.bits > 4 else job.bits
+    # Few rows wait for their codes; a batch of more reads them twice, and fetches those of the next turn meanwhile.
+    stride = 16 * job.bits if count <= WHOLE else 8 * job.bits
+    fetched = codes + (_NEAR if count <= WHOLE else 16 * job.bits * pairs)
+    r = 0
+    for batch in range(batches):
+        here = (count - r + batches - batch - 1) // (batches - batch)
+        add_batch(
+            8 * source + here,
+            rows[r:].ctypes.data,
+            4 * first,
+            values if source == VALUES else codes,
+            pairs,
+            job.segment,
+            scales,
+            minima,
+            sums + stride_of_sums * r,
+            stride_of_sums,
+            job.table,
+            begins if first == 0 else totals[r:].ctypes.data,
+            0 if first == 0 else 4 * BLOCK,
+            totals[r:].ctypes.data,
+            values,
+            fetched,
+            stride,
+        )
+        r += here
+        source, fetched, stride = VALUES if source > VALUES else source, codes, 0
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fetch_to_write(typing: Any, address: Any) -> Any:
+    """Fetches a block of a row's outputs, two lines, which will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        for line in range(2 * BLOCK // 64):
+            fetch(builder, builder.add(given[0], I64(64 * line)), 1, writes=True)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@compiled
+def _write_rows(job: Any, totals: Any, order: Any, block: Any, out: Any) -> None:
+    """Rounds totals [≥ count, 64] float32 to a block of outputs of the products order [count]."""
+    begin = BLOCK * block
+    for r in range(len(order)):
+        if begin + BLOCK <= job.outputs:
+            ahead = order[min(r + _ROWS_AHEAD, len(order) - 1)]
+            _fetch_to_write(job.out + 2 * (job.outputs * ahead + begin))
+            # A slice of an array would be counted as in use, which takes as long as the rounding.
+            round_block(totals.ctypes.data + 4 * BLOCK * r, job.out + 2 * (job.outputs * order[r] + begin))
+        else:
+            write_block(totals[r], out[order[r], begin:])
 
 
 def _work(jobs: Any) -> None:
@@ -293,14 +215,16 @@ def _work(jobs: Any) -> None:
     begins, order = np.empty(job.experts + 2, np.int64), np.empty(job.products, np.int64)
     tasks = np.empty(job.experts + 1, np.int64)
     plan_tasks(job.chosen, job.blocks, _PART, begins, order, tasks, out)
-    rows, totals = np.empty(_PART, np.int64), np.empty((_PART, BLOCK), np.float32)
-    groups = (job.pairs + job.group - 1) // job.group
-    segments = (min(_TURN, job.pairs) + job.segment - 1) // job.segment
-    scales, minima = np.empty((segments, BLOCK), np.float32), np.empty((_MINIMA + 1, BLOCK), np.float32)
-    held_pairs = 0 if job.products <= _DIRECT else _PIECE if job.products <= _SOME else _TURN
-    values = np.empty((min(held_pairs, job.pairs), BLOCK), np.uint32)
-    held = -1  # the block whose values and scales of all inputs are in scratch memory
-    sums = np.empty((job.products if job.minima != 0 else 0, groups), np.float32)
+    rows, totals = np.empty(job.products, np.int64), np.empty((_PART, BLOCK), np.float32)
+    for place in range(job.products):
+        rows[place] = job.given + 4 * job.pairs * (order[place] // job.choices)
+    of_group = (job.group + job.segment - 1) // job.segment
+    segments = _segment_at(job, job.pairs + job.segment - 1)
+    at_once = min(segments, max(1, _TURN // job.segment))
+    scales, minima = np.empty((at_once, BLOCK), np.float32), np.empty((at_once, BLOCK), np.float32)
+    keeps = job.bits > 4 and job.products > MOST
+    values = np.empty((min(_TURN, job.pairs) if keeps else 0, BLOCK), np.uint32)
+    sums = np.empty((job.products if job.minima != 0 else 0, segments), np.float32)
     summed = np.zeros(job.products + 1, np.uint8)  # by the place of a part's first product
     thread = fetch_add(claims, 0, 1)
     while True:
@@ -311,54 +235,34 @@ def _work(jobs: Any) -> None:
         number = job.blocks * expert + block
         begin = begins[expert] + _PART * part
         count = min(_PART, begins[expert + 1] - begin)
-        for r in range(count):
-            rows[r] = job.given + 4 * job.pairs * (order[begin + r] // job.choices)
         if job.minima != 0 and summed[begin] == 0:
             for r in range(count):
-                row = nb.carray(pointer_to(rows[r]), (2 * job.pairs,), np.uint16)
-                _sum_groups(row, 2 * job.group, sums[begin + r])
+                row = nb.carray(pointer_to(rows[begin + r]), (2 * job.pairs,), np.uint16)
+                _sum_segments(row, 2 * job.group, 2 * job.segment, of_group, sums[begin + r])
             summed[begin] = 1
-        bias = nb.carray(pointer_to(job.biases + 4 * BLOCK * number), (BLOCK,), np.float32)
-        totals[:count] = bias
-        if job.minima != 0:
-            for first in range(0, groups, _MINIMA):
-                here = min(_MINIMA, groups - first)
-                _widen_minima(job, number, first, here, groups, minima)
-                for r in range(count):
-                    at = sums[begin + r, first:].ctypes.data
-                    _add_minima(at, minima.ctypes.data, here, totals[r:].ctypes.data)
-        at_once = _TURN if count > _SOME else _PIECE
-        at_once = at_once // job.segment * job.segment
         first = 0  # pair
         while first < job.pairs:
-            pairs = min(at_once, job.pairs - first)
-            if job.group % job.segment != 0:
-                pairs = min(pairs, job.segment, job.group - first % job.group)
-            codes = job.weights + 16 * job.bits * (job.pairs * number + first)
-            if held != number or pairs < job.pairs:
-                held = number if count > _DIRECT and pairs == job.pairs else -1
-                _widen_scales(job, number, first, pairs, groups, scales)
-                if count > _DIRECT:
-                    write_values(job.bits, codes, pairs, job.table, values.ctypes.data)
-            after = codes + (16 * job.bits * pairs if count > _DIRECT else NEAR)
-            step = _DIRECT if count <= _DIRECT or count > _FEW else AT_ONCE
-            for r in range(0, count, step):
-                _add_coded(
-                    16 * (16 if count > _DIRECT else job.bits) + min(step, count - r),
-                    rows[r:].ctypes.data,
-                    4 * first,
-                    values.ctypes.data if count > _DIRECT else codes,
-                    pairs,
-                    job.segment,
-                    scales.ctypes.data,
-                    job.table,
-                    totals[r:].ctypes.data,
-                    after if r == 0 else values.ctypes.data,
-                    16 * job.bits if r == 0 else 0,
-                )
+            pairs, segment = _pairs_of_turn(job, first), _segment_at(job, first)
+            here = (pairs + job.segment - 1) // job.segment
+            # An array whose address is taken is freed after the last line that names it, so this is in the loop.
+            minima_at = minima.ctypes.data if job.minima != 0 else 0
+            _widen_segments(job, number, segment, here, of_group, scales.ctypes.data, minima_at)
+            _multiply_rows(
+                job,
+                job.weights + 16 * job.bits * (job.pairs * number + first),
+                first,
+                pairs,
+                rows[begin : begin + count],
+                job.biases + 4 * BLOCK * number,
+                totals,
+                scales.ctypes.data,
+                minima_at,
+                sums.ctypes.data + 4 * (segments * begin + segment),
+                4 * segments,
+                values.ctypes.data,
+            )
             first += pairs
-        for r in range(count):
-            write_block(totals[r], out[order[begin + r], BLOCK * block : BLOCK * (block + 1)])
+        _write_rows(job, totals, order[begin : begin + count], block, out)
 
 
 @cache
@@ -396,34 +300,39 @@ class CodedProducts(PackedProducts):
     def __init__(
         self, weight: CodedWeight, table: Tensor, shape: tuple[int, int, int], biases: Tensor | None
     ) -> None:
-        """Initialises products with weights of shape [experts, out, in], an even number of inputs.
+        """Initialises products with weights of shape [experts, out, in], an even number of inputs, for 6
+        bits a multiple of four.
 
         weight  codes by `pack_codes`, the numbers of groups by `pack_scales`; kept
         table   by `table_of`; kept
         biases  [experts, out]
         """
         super().__init__(weight.codes.data_ptr(), shape, biases, CODED_JOB, _compiled())
-        assert weight.group % 2 == 0
+        assert self.in_features % (2 * AT_ONCE[weight.bits]) == 0
         assert weight.scales.own.shape[2] == -(-self.in_features // weight.group)
         self._kept = weight, table
         job: Any = self._job[0]
         job["bits"], job["table"], job["group"] = weight.bits, table.data_ptr(), weight.group // 2
-        job["segment"] = _segment_of(weight.group // 2)
+        job["segment"] = _segment_of(weight.group // 2, AT_ONCE[weight.bits])
         job["of_shared"], job["in_scales"] = weight.scales.of_shared, weight.in_scales
-        for field, kind, shared, numbers in (
-            ("scales", "scale_kind", "scale_shared", weight.scales),
-            ("minima", "minimum_kind", "minimum_shared", weight.minima),
+        for field, name, numbers in (
+            ("scales", "scale", weight.scales),
+            ("minima", "minimum", weight.minima),
         ):
             if numbers is None:
                 continue
             assert numbers.of_shared == weight.scales.of_shared
-            job[field], job[kind] = numbers.own.data_ptr(), _KINDS.index(numbers.own.dtype)
+            job[field], job[f"{name}_kind"] = numbers.own.data_ptr(), KINDS.index(numbers.own.dtype)
+            job[f"{name}_bytes"] = numbers.own.itemsize
             if numbers.shared is not None:
                 assert numbers.shared.dtype == torch.float16
-                job[shared] = numbers.shared.data_ptr()
+                job[f"{name}_shared"] = numbers.shared.data_ptr()
 
 
-def _segment_of(group: int) -> int:
-    """Returns the pairs of a segment for groups of so many pairs."""
-    fits = (size for size in range(min(group, _SEGMENT), 15, -1) if group % size == 0)
-    return group if group < 16 else next(fits, _SEGMENT)
+def _segment_of(group: int, at_once: int) -> int:
+    """Returns the pairs of a segment, a multiple of `at_once`, for groups of so many pairs."""
+    assert group % at_once == 0
+    sizes = (
+        size for size in range(min(group, _SEGMENT), 15, -1) if size % at_once == 0 and group % size == 0
+    )
+    return group if group < 16 else next(sizes, _SEGMENT)

@@ -135,7 +135,7 @@ def _multiply(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _round_block(typing: Any, totals: Any, to: Any) -> Any:
+def round_block(typing: Any, totals: Any, to: Any) -> Any:
     """Rounds [64] float32 to bfloat16. totals, to: addresses"""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
@@ -152,7 +152,7 @@ def _round_block(typing: Any, totals: Any, to: Any) -> Any:
 def write_block(total: Any, into: Any) -> None:
     """Rounds the first numbers of total [64] float32 to a row's outputs of a block, into [≤ 64] bfloat16."""
     if len(into) == BLOCK:
-        _round_block(total.ctypes.data, into.ctypes.data)
+        round_block(total.ctypes.data, into.ctypes.data)
     else:
         for i in range(len(into)):
             into[i] = narrow(total[i], into)

@@ -24,13 +24,14 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
-def fetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
-    """Asks for the line of memory at an int64 address to be read into the first or second cache, without waiting."""
+def fetch(builder: ir.IRBuilder, address: ir.Value, level: int, writes: bool = False) -> None:
+    """Asks for the line of memory at an int64 address to be read into the first or second cache, without waiting.
+    writes: the line will be written"""
     byte = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    # Arguments of llvm.prefetch: a read, locality (3 is the first cache), data.
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(4 - level), I32(1)])
+    # Arguments of llvm.prefetch: a read or a write, locality (3 is the first cache), data.
+    builder.call(function, [builder.inttoptr(address, byte), I32(int(writes)), I32(4 - level), I32(1)])
 
 
 def switch(builder: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:

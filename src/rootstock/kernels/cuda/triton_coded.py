@@ -303,6 +303,7 @@ class TritonCodedLayers:
 
     def __init__(self, weight: CodedWeight, dtype: torch.dtype, biases: Tensor | None = None) -> None:
         """Initialises layers [experts, out, in] for rows of a dtype. biases: [experts, out]"""
+        weight = weight.with_bytes()
         self.packed = weight.rebuilt(each.contiguous() for each in weight.tensors())
         experts, outputs, inputs = weight.shape
         self.shape = (experts, outputs, inputs)

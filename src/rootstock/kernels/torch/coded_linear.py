@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rootstock.kernels.cpu.code_values import pack_codes, table_of, unpack_codes
+from rootstock.kernels.cpu.code_values import AT_ONCE, pack_codes, table_of, unpack_codes
 from rootstock.kernels.cpu.coded_products import (
     CodedProducts,
     has_coded_products,
@@ -45,7 +45,10 @@ class CodedLayers:
 
     @classmethod
     def of(cls, weight: CodedWeight, biases: Tensor | None = None) -> CodedLayers:
-        """Packs weights [experts, out, in] with an even number of inputs. biases: [experts, out]"""
+        """Packs weights [experts, out, in] with an even number of inputs, for 6 bits a multiple of four.
+
+        biases  [experts, out]
+        """
         codes = pack_codes(weight.places(), weight.bits)
         _, *numbers = weight.tensors()
         experts, outputs, inputs = weight.shape
@@ -156,7 +159,8 @@ class Widened:
 def looped(weight: CodedWeight, dtype: torch.dtype) -> CodedLayers | None:
     """Returns the layers of a coded weight [experts, out, in] or [out, in], for rows of a dtype. None: no loop
     multiplies such a weight."""
-    has_pairs = weight.shape[-1] % 2 == 0 and weight.group % 2 == 0
+    at_once = 2 * AT_ONCE[weight.bits]  # inputs
+    has_pairs = weight.shape[-1] % at_once == 0 and weight.group % at_once == 0
     if dtype != torch.bfloat16 or not has_pairs or not has_coded_products():
         return None
     return CodedLayers.of(

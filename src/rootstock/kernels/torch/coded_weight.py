@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits: scale · value of a code + minimum, by groups of inputs.
+"""Weights of 8, 6 or 4 bits: scale · value of a code + minimum, by groups of inputs.
 
 The form is an exact rewriting of most formats in which quantized weights are stored.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = torch.arange(128.0)  # of codes with a sign and seven bits
+OF_SIX, CENTRED_SIX = torch.arange(64.0), torch.arange(-32.0, 32.0)
 CENTRED, UNSIGNED = torch.arange(-8.0, 8.0), torch.arange(16.0)
 # Values with the least squared error for normally distributed weights in groups of 64: Lloyd's iterations (1982) from
 # the values of NF4 (Dettmers et al. 2023, arXiv 2305.14314), rounded to bfloat16.
@@ -41,7 +42,7 @@ class CodedWeight:
     """Weights […, out, in]."""
 
     codes: Tensor  # […, out, in] uint8, or […, out, in / 2] with two codes of 4 bits, the first one low
-    # [16] or [128] float32, which loops round to bfloat16. A code of 8 bits is a place, plus 128 if negative.
+    # [16], [64] or [128] float32, which loops round to bfloat16. A code of 8 bits is a place, plus 128 if negative.
     values: Tensor
     scales: Numbers  # of the groups
     minima: Numbers | None
@@ -53,11 +54,11 @@ class CodedWeight:
 
     @property
     def bits(self) -> int:
-        return 4 if len(self.values) == 16 else 8
+        return {16: 4, 64: 6}.get(len(self.values), 8)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits
+        return *self.codes.shape[:-1], self.codes.shape[-1] * (2 if self.bits == 4 else 1)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,7 @@ class CodedWeight:
         """Returns in words which tensors do not fit together; "" if all do."""
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.shape[-1])):
             return "the order of its inputs leaves some out"
-        if self.group <= 0 or len(self.values) not in (16, 128):
+        if self.group <= 0 or len(self.values) not in (16, 64, 128):
             return f"groups of {self.group} inputs, {len(self.values)} values"
         *leading, inputs = self.shape
         groups = -(-inputs // self.group)
@@ -116,13 +117,22 @@ class CodedWeight:
 
     def places(self) -> Tensor:
         """Returns the codes […, out, in], one in a byte."""
-        if self.bits == 8:
+        if self.bits != 4:
             return self.codes
         return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
 
+    def with_bytes(self) -> CodedWeight:
+        """Returns a weight of 6 bits as one of 8: a code has a byte here either way. The values of places that no
+        code has continue those of the others."""
+        if self.bits != 6:
+            return self
+        step = self.values[1] - self.values[0]
+        more = self.values[-1] + step * torch.arange(1.0, 65.0, device=self.values.device)
+        return replace(self, values=torch.cat([self.values, more]))
+
     def widened(self) -> Tensor:
         """Returns the weights in float32."""
-        of_byte = torch.cat([self.values, -self.values])[:, None]
+        of_byte = (self.values if self.bits == 6 else torch.cat([self.values, -self.values]))[:, None]
         if self.bits == 4:
             of_byte = torch.stack([self.values.repeat(16), self.values.repeat_interleave(16)], -1)
         weights = of_byte.index_select(0, self.codes.flatten().int()).view(self.shape)

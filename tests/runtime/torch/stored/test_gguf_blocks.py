@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from rootstock.kernels.cpu.coded_products import has_coded_products
+from rootstock.kernels.torch.coded_linear import looped
 from rootstock.runtime.torch.stored.gguf_blocks import KEPT, weight_of_blocks
 
 # Bytes of the float16 numbers of a block.
@@ -46,3 +48,13 @@ def test_codes_take_as_many_bytes_as_the_blocks(kind: str, most: float) -> None:
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = torch.zeros(64, 1024 // size[0] * size[1], dtype=torch.uint8)
     assert weight_of_blocks(kind, data).nbytes <= most * data.nbytes
+
+
+@pytest.mark.skipif(not has_coded_products(), reason="needs AVX512-BF16 and AVX512-VBMI")
+@pytest.mark.parametrize(("kind", "most"), [("Q4_K", 1.03), ("Q5_K", 1.21), ("Q6_K", 1.0)])
+def test_codes_in_the_order_of_the_loops_take_as_many_bytes_as_the_blocks(kind: str, most: float) -> None:
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = torch.zeros(64, 1024 // size[0] * size[1], dtype=torch.uint8)
+    layers = looped(weight_of_blocks(kind, data), torch.bfloat16)
+    assert layers is not None
+    assert layers.nbytes <= most * data.nbytes

@@ -1,7 +1,7 @@
 """Blocks of GGUF's quantized tensors as codes. Source: the definitions of llama.cpp (ggml-common.h, ggml-quants.c).
 
 Blocks have 32 or 256 weights. Blocks of 256 (Q4_K, Q5_K, Q6_K) have scales of 6 or 8 bits for groups of 32 or 16,
-times a float16 of the block. Codes of 5 and 6 bits are kept in 8.
+times a float16 of the block. Codes of 5 bits are kept in 6.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rootstock.kernels.torch.coded_weight import CENTRED, INTEGERS, UNSIGNED, CodedWeight, Numbers, nibbles
+from rootstock.kernels.torch.coded_weight import (
+    CENTRED,
+    CENTRED_SIX,
+    INTEGERS,
+    OF_SIX,
+    UNSIGNED,
+    CodedWeight,
+    Numbers,
+    nibbles,
+)
 
 _BLOCK, _SUPER = 32, 256  # weights
 
@@ -56,13 +65,13 @@ def _q4_1(blocks: Tensor) -> CodedWeight:
 
 def _q5_0(blocks: Tensor) -> CodedWeight:
     codes = _codes_of_4(blocks, 6) | _fifth_bits(blocks, 2)
-    return CodedWeight(_rows(_signed(codes.short() - 16)), INTEGERS, Numbers(_half(blocks, 0)), None, _BLOCK)
+    return CodedWeight(_rows(codes), OF_SIX - 16, Numbers(_half(blocks, 0)), None, _BLOCK)
 
 
 def _q5_1(blocks: Tensor) -> CodedWeight:
     codes = _codes_of_4(blocks, 8) | _fifth_bits(blocks, 4)
     scales, minima = (Numbers(_half(blocks, at)) for at in (0, 2))
-    return CodedWeight(_rows(codes), INTEGERS, scales, minima, _BLOCK)
+    return CodedWeight(_rows(codes), OF_SIX, scales, minima, _BLOCK)
 
 
 def _q8_0(blocks: Tensor) -> CodedWeight:
@@ -106,7 +115,7 @@ def _q5_k(blocks: Tensor) -> CodedWeight:
     packed = torch.unflatten(blocks[..., 48:], -1, (4, 32))
     low = torch.stack([packed & 15, packed >> 4], -2).flatten(-3, -2)  # […, 8, 32]
     fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return _of_super(blocks, _rows((low | fifth << 4).flatten(-2)), INTEGERS)
+    return _of_super(blocks, _rows((low | fifth << 4).flatten(-2)), OF_SIX)
 
 
 def _q6_k(blocks: Tensor) -> CodedWeight:
@@ -115,8 +124,8 @@ def _q6_k(blocks: Tensor) -> CodedWeight:
     pairs = torch.cat([low & 15, low >> 4], -2)  # […, 2, 4, 32]
     q = pairs | (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    codes = _signed(q.short() - 32).flatten(-3)
-    return CodedWeight(_rows(codes), INTEGERS, Numbers(_rows(scales), _half(blocks, 208), 16), None, 16)
+    codes = _rows(q.flatten(-3))
+    return CodedWeight(codes, CENTRED_SIX, Numbers(_rows(scales), _half(blocks, 208), 16), None, 16)
 
 
 # Bytes of a block, and its codes, by the name of the type.
@@ -136,12 +145,12 @@ KEPT = tuple(_TYPES)
 RESIDENT_BITS = {
     "Q4_0": 4.5,
     "Q4_1": 5,
-    "Q5_0": 8.5,
-    "Q5_1": 9,
+    "Q5_0": 6.5,
+    "Q5_1": 7,
     "Q8_0": 8.5,
     "Q4_K": 4.625,
-    "Q5_K": 8.625,
-    "Q6_K": 8.5625,
+    "Q5_K": 6.625,
+    "Q6_K": 6.5625,
 }
 
 
