@@ -28,7 +28,7 @@ MOST_SMALL = 65_536
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageLayout:
-    """What an image takes in a prompt of one model. Small: it is kept after the image."""
+    """Layout of an image in a prompt of one model. Small: it is kept after the image."""
 
     digest: bytes  # [32] that its ids are made of, and that it alone has
     text: str  # that stands for it in a rendered prompt, with the names of control tokens

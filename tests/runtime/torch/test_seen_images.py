@@ -65,7 +65,7 @@ def test_pictures_of_the_same_size_are_told_apart(tmp_path: Path) -> None:
     assert runtime.images is not None
     layouts = [runtime.images.layout(file_of(picture(seed)), "here", "", "") for seed in range(3)]
     assert runtime.images.layout(file_of(picture(0)), "here", "", "") is layouts[0]
-    # What is kept of an image is kept for one salt: no time tells that another tenant has sent it.
+    # Layouts are kept for one salt: no time tells that another tenant has sent it.
     assert runtime.images.layout(file_of(picture(0)), "here", "tenant", "salt") is not layouts[0]
     runtime.images.forget("")
     assert runtime.images.layout(file_of(picture(0)), "here", "", "") is not layouts[0]

@@ -4,7 +4,7 @@ A group's products are added up in sums that begin at zero; then each sum, times
 total. Sums and totals of all rows of a batch stay in registers: up to three rows with all 64 outputs of a block, four
 to seven with one half of them after the other. Totals in memory would be stored once for each group, which takes as
 long as an eighth of the products of 16 pairs. A lookup of 4 bits is hidden behind the products of such a batch, so
-only values of 8 bits are kept for the next batches, by the first one.
+only values of 6 and 8 bits are kept for the next batches, by the first one.
 
 All addresses and strides are int64, in bytes.
 """
@@ -42,7 +42,7 @@ from rootstock.kernels.cpu.vector_lanes import (
 llvm.initialize_native_asmparser()  # for `_inputs_at`
 
 MOST, WHOLE = 7, 3  # rows of a batch; rows whose products with a whole block fit into the registers
-# What a batch multiplies: codes of so many bits, values, or codes whose values it keeps (KEPT + bits).
+# Sources of a batch's products: codes of so many bits, values, or codes whose values it keeps (KEPT + bits).
 VALUES, KEPT = 16, 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # of scales and minima
 _VECTORS = BLOCK // LANES
@@ -50,7 +50,7 @@ _VECTORS = BLOCK // LANES
 
 @dataclass(frozen=True, slots=True)
 class _OfBatch:
-    """What `add_batch` is given besides its way."""
+    """Arguments of `add_batch` behind its way."""
 
     rows: Any
     along: Any

@@ -107,10 +107,12 @@ class TorchImageReader:
         return inputs
 
     def of_pixels(self, pixels: Pixels) -> tuple[ImageLayout, Inputs, Tensor]:
-        """Returns the layout of an image, its inputs, and the ids of the text that stands for it: for the
-        self-check."""
+        """Returns the layout of an image without a file, its inputs, which a forward can take, and the ids of the
+        text that stands for it: for the self-check."""
         inputs, ids, text = self._processed(pixels)
-        return self._made(hashlib.sha256(pixels.tobytes()).digest(), inputs, ids, text), inputs, ids
+        layout = self._made(hashlib.sha256(pixels.tobytes()).digest(), inputs, ids, text)
+        self._inputs.put(layout.owner, layout.key, inputs, _nbytes(inputs))
+        return layout, inputs, ids
 
     def kinds(self, ids: Tensor) -> Tensor:
         """Returns the kind of each token, as models take it: [1, tokens], 0 for a text's."""
