@@ -2,8 +2,9 @@
 serve, or the reason of the refusal.
 
     served    logits in chunks, decodes and batches equal transformers' own on text alone
-    refused   by design: encoders, attention to later positions, models that need an image in every prompt, packages
-              that are not installed, and kinds of layers that are not known
+    refused   by design: encoders, attention to later positions, models that need an image in every prompt, classes
+              that classify or write no text token by token, packages that are not installed, and kinds of layers
+              that are not known
 
 A refusal for any other reason, a failure, or other logits miss the bar.
 """
@@ -39,6 +40,8 @@ BY_DESIGN = (
     "needs another package",
     "has no decoder of text",
     "which this version does not know",
+    "classifies and writes no text",
+    "does not write text token by token",
 )
 
 

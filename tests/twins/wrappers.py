@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from twins.architectures import ARCHITECTURES, COMMON, VOCAB
@@ -46,6 +47,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "head_dim": 16,
     },
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
     "emu3": {"vocabulary_map": {"<image>": VOCAB - 1}},
     "ernie4_5_vl_moe_text": {
@@ -72,6 +75,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
 # Models whose rotations have sections for time, height and width that make up heads of so many numbers.
 _WIDTHS = {"glm": 64, "qwen2": 128}
 _OF_THREE_AXES = ("glm4v", "glm46v", "glm_ocr", "glmga", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni")
+
+# Classes that checkpoints declare where transformers' table names another.
+_CLASSES = {"shieldgemma2": "ShieldGemma2ForImageClassification"}
 
 
 def shrunk(config: Any) -> Any:
@@ -105,4 +111,5 @@ def tiny_wrapper(model_type: str, seed: int = 0) -> Any:
     """Returns a model in float32."""
     config = shrunk(AutoConfig.for_model(model_type))
     torch.manual_seed(seed)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    of = _CLASSES.get(model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    return getattr(transformers, of)._from_config(config, dtype=torch.float32).eval()

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    GenerationMixin,
 )
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import logging as transformers_logging
@@ -115,19 +116,31 @@ def refuse_quantized_tensors(
 
 
 def kind_of(model: str, config: Any) -> Any:
-    """Returns transformers' class that finds the architecture of a configuration: of models of text and images for
-    those without a class of their text alone, or with a processor beside them; otherwise of models of text. Raises
-    ModelUnsupported."""
-    files = (
-        Path(config.name_or_path) / name for name in ("processor_config.json", "preprocessor_config.json")
-    )
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and any(file.is_file() for file in files):
-        return AutoModelForImageTextToText
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
-        return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    raise ModelUnsupported(model, f"transformers has no decoder of text for a {type(config).__name__}")
+    """Returns transformers' class that finds the architecture of a configuration: of models of text, or of models of
+    text and images, where no class of the text alone exists, where the configuration declares that class, or where a
+    processor lies beside. Raises ModelUnsupported for models that do not write text token by token."""
+    declared = (getattr(config, "architectures", None) or [""])[0]
+    if declared.endswith("Classification"):
+        raise ModelUnsupported(model, f"it is a {declared}, which classifies and writes no text")
+    tables = {
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    known = {kind: table[type(config)] for kind, table in tables.items() if type(config) in table}
+    if (of_images := known.get(AutoModelForImageTextToText)) is not None:
+        processors = ("processor_config.json", "preprocessor_config.json")
+        beside = any((Path(config.name_or_path) / name).is_file() for name in processors)
+        if beside or declared == of_images.__name__:
+            known.pop(AutoModelForCausalLM, None)
+    kind, found = next(iter(known.items()), (AutoModelForCausalLM, None))
+    if not getattr(config, "auto_map", None):  # a model's own code, which transformers' tables do not name
+        if found is None:
+            raise ModelUnsupported(
+                model, f"transformers has no decoder of text for a {type(config).__name__}"
+            )
+        if not issubclass(found, GenerationMixin):
+            raise ModelUnsupported(model, f"{found.__name__} does not write text token by token")
+    return kind
 
 
 def empty_model(model: str, config: Any, *, trust_remote_code: bool, kind: Any = None) -> nn.Module:
