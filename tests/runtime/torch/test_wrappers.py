@@ -44,7 +44,10 @@ def test_text_is_served_as_the_model_computes_it(model_type: str, tmp_path: Path
         ("idefics", "does not run on text alone"),
         ("kosmos-2.5", "counts positions in a way of its own"),
         ("paligemma", "attends to later positions"),
-        ("pi0", "declares no decoder of text"),
+        ("diffusion_gemma", "does not write text token by token"),
+        ("evolla", "no decoder of text"),
+        ("pi0", "does not write text token by token"),
+        ("shieldgemma2", "classifies and writes no text"),
         ("vision-encoder-decoder", "has an encoder"),
     ],
 )
