@@ -27,6 +27,7 @@ _PARTS = {(0, 0): (0, 0), (1, 0): (0, 6), (0, 1): (1, 0), (1, 1): (1, 6), (2, 0)
 # The word whose upper four bits are a code's upper four, and the bit of word 2 where its lower two are.
 _SPLIT = {(3, 0): (0, 12), (3, 1): (1, 14)}
 _VECTORS = BLOCK // LANES
+_AT_ONCE = 64  # blocks that are packed together: the memory for it is small beside a large layer
 _WORDS, _BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 
@@ -148,16 +149,18 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     experts, outputs, inputs = codes.shape
     blocks, pairs = -(-outputs // BLOCK), inputs // 2
     packed = torch.empty(experts, blocks, pairs, BYTES[bits], dtype=torch.uint8)
-    for code, into in zip(codes, packed, strict=True):
-        whole = torch.nn.functional.pad(code, (0, 0, 0, BLOCK * blocks - outputs)).contiguous()
-        if bits == 8:
-            into.copy_(whole.view(blocks, 2, 2, 4, 4, pairs, 2).permute(0, 5, 1, 3, 2, 4, 6).flatten(2))
-        elif bits == 6:
-            into.copy_(_pack_6(whole.view(blocks, _VECTORS, LANES, pairs // 2, 2, 2)).view(blocks, pairs, -1))
-        else:
-            # A word has one code of each of the four vectors, and its bytes two.
-            nibbles = whole.view(blocks, 2, 2, LANES, pairs, 2).permute(2, 0, 4, 3, 5, 1).flatten(3)
-            into.copy_(nibbles[0] | nibbles[1] << 4)
+    for code, packed_code in zip(codes, packed, strict=True):
+        for rows, into in zip(code.split(_AT_ONCE * BLOCK), packed_code.split(_AT_ONCE), strict=True):
+            n = len(into)
+            whole = torch.nn.functional.pad(rows, (0, 0, 0, BLOCK * n - len(rows))).contiguous()
+            if bits == 8:
+                into.copy_(whole.view(n, 2, 2, 4, 4, pairs, 2).permute(0, 5, 1, 3, 2, 4, 6).flatten(2))
+            elif bits == 6:
+                into.copy_(_pack_6(whole.view(n, _VECTORS, LANES, pairs // 2, 2, 2)).view(n, pairs, -1))
+            else:
+                # A word has one code of each of the four vectors, and its bytes two.
+                nibbles = whole.view(n, 2, 2, LANES, pairs, 2).permute(2, 0, 4, 3, 5, 1).flatten(3)
+                into.copy_(nibbles[0] | nibbles[1] << 4)
     return packed
 
 
