@@ -1,10 +1,11 @@
 """O3: real traces of coding agents, replayed through the real cache at 1 to 20 % of the memory that keeps everything.
 
-A trace is an `.npz` file. Each request has a time (`t_ms`), the last block of its prompt in a trie of blocks of 64 tokens
-(`leaf`; `pgap` is the distance of each block to its parent), its conversation (`conv`), the number of its sub-agent
-(`sub`) and whether it brings a tool's result (`kind`); `meta` is JSON with `block_tokens`. Requests are served one after the other, at their recorded times. Each
-prompt is looked up, admitted, committed and released in a `KVCache` without a model. A block of the trace is UNIT
-tokens of the cache, so that distances shrink and proportions stay.
+A trace is an `.npz` file. Each request has a time (`t_ms`), the last block of its prompt in a trie of blocks of 64
+tokens (`leaf`; `pgap` is the distance of each block to its parent), its conversation (`conv`), the number of its
+sub-agent (`sub`) and whether it brings a tool's result (`kind`); `meta` is JSON with `block_tokens`. Requests are
+served one after the other, at their recorded times. Each prompt is looked up, admitted, committed and released in a
+`KVCache` without a model. A block of the trace is UNIT tokens of the cache, so that distances shrink and
+proportions stay.
 
     full        attention alone, 24 KiB a token
     state_20    the same beside a recurrent state of 20 MB, as hybrid models have it

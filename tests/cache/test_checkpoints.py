@@ -28,7 +28,7 @@ from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, S
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
 from rootstock.cache.plan import StateCopy
 from rootstock.cache.pools import Pools, Rows
-from rootstock.cache.radix_node import CheckpointKind
+from rootstock.cache.radix_node import FOOTHOLD, CheckpointKind
 from rootstock.cache.resume_point import deepest_resumable
 from rootstock.cache.types import NO_BLOCK
 
@@ -364,7 +364,7 @@ def test_blocks_behind_the_last_checkpoint_are_evicted_before_resumable_ones() -
 
 def test_a_checkpoint_inside_a_block_survives_the_eviction_of_the_blocks_behind_it() -> None:
     cache = make_hybrid(FULL, STATE, blocks=20)
-    run(cache, ints(range(40)), boundaries={14: "user"})  # in the middle of its last block
+    run(cache, ints(range(40)), boundaries={14: "system"})  # in the middle of its last block
     run(cache, ints(range(100, 116)))
     cache.tree.drop(checkpoints(cache)[39])
     behind = 6
@@ -402,15 +402,52 @@ def test_passed_checkpoints_are_evicted_before_the_one_at_the_end() -> None:
     assert order[-1] == max(kept)
 
 
+def test_a_passed_checkpoint_stays_as_a_foothold_if_it_saves_much() -> None:
+    """Of a long conversation that is evicted in part, the rest can be resumed. Dense checkpoints go first."""
+    cache = make_hybrid(FULL, STATE, blocks=600)
+    history = ints(range(8))
+    for step in range(30):
+        lease = run(cache, ints(history, range(1000 + 20 * step, 1020 + 20 * step)))
+        history = lease.tokens
+    at = checkpoints(cache)
+    footholds = [position for position in sorted(at) if not at[position].is_spent]
+    assert footholds[-1] == len(history) - 1, "the end"
+    while any(checkpoint.is_spent for checkpoint in checkpoints(cache).values()):
+        chosen = cache.tree.checkpoints.peek() and cache.tree.checkpoints.pop()
+        assert chosen is not None
+        assert chosen.is_spent, "spent ones go first"
+        cache.tree.drop(chosen)
+    left = sorted(checkpoints(cache))
+    cost = max(checkpoint.cost_tokens for checkpoint in checkpoints(cache).values())
+    assert len(left) > 1
+    assert all(b - a >= FOOTHOLD * cost for a, b in zip([0, *left[:-1]], left[:-1], strict=False))
+    cache.check()
+
+
+def test_a_resumption_does_not_refresh_the_states_before_it() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=60)
+    clock = [100.0]
+    cache.tree._clock = cache._checkpoints._clock = lambda: clock[0]  # type: ignore[method-assign]
+    run(cache, ints(range(20)), boundaries={8: "tool", 14: "user"})
+    clock[0] = 200.0
+    run(cache, ints(range(30)), boundaries={8: "tool", 14: "user"})
+    used = {position: checkpoint.used_at for position, checkpoint in checkpoints(cache).items()}
+    assert used[8] == 100.0
+    assert used[14] == 200.0, "a boundary, where the next turn may leave the conversation"
+    assert used[19] == used[29] == 200.0
+
+
 def test_the_policy_learns_idle_times() -> None:
     policy = MostValuableLast(patience_s=60.0)
     assert not policy.observe_reuse(60.0)
     renewed = [policy.observe_reuse(5.0) for _ in range(60)]
     assert any(renewed)
     assert policy.patience_s < 10
+    policy.observe_reuse(1e9)
+    assert policy.patience_s < 100, "one that comes back after years does not count for all others"
     for _ in range(100):
         policy.observe_reuse(1e9)
-    assert policy.patience_s == 3600
+    assert 3600 / 1.5 < policy.patience_s <= 3600
 
 
 @pytest.mark.behaviour(31)

@@ -9,7 +9,7 @@ from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import NOTHING, Plan, StateCopy
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import CHANCE, NEAR_TOKENS, Boundary, Checkpoint, CheckpointKind, Node
+from rootstock.cache.radix_node import LIKELIEST, NEAR_TOKENS, Boundary, Checkpoint, CheckpointKind, Node
 from rootstock.cache.resume_point import needed_blocks
 from rootstock.cache.retention.hint_decisions import Retainer
 from rootstock.cache.stats import Counters
@@ -62,7 +62,7 @@ class CheckpointWriter:
                 last = position
             elif last in lease.checkpoint_positions:  # that one serves both
                 kinds = lease.checkpoint_positions[last], wanted[position]
-                lease.checkpoint_positions[last] = max(kinds, key=CHANCE.__getitem__)
+                lease.checkpoint_positions[last] = min(kinds, key=LIKELIEST.index)
         if boundaries and not lease.is_idle:
             self._tree.note_boundaries(lease.node, [boundary.position for boundary in boundaries])
 

@@ -54,21 +54,22 @@ class MostValuableLast:
     value = worth · exp(-(now - used_at) / patience_s). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.
 
-    `patience_s` follows a moving average of the idle times that ended in a reuse: agents come back within seconds,
-    people within minutes.
+    `patience_s` follows the geometric mean of the idle times that ended in a reuse: agents come back within seconds,
+    people within minutes. The arithmetic mean would follow the few that come back after hours, and make the worth of
+    an entry count for more than its age.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:
         self.patience_s = patience_s  # that ranks are computed with
-        self._idle_s = patience_s  # moving average
+        self._log_idle = math.log(patience_s)  # moving average
 
     def rank(self, entry: Evictable) -> float:
         worth = entry.worth
         return entry.used_at if worth == 1.0 else entry.used_at + self.patience_s * math.log(max(worth, 1e-9))
 
     def observe_reuse(self, idle_s: float) -> bool:
-        self._idle_s += _LEARNING * (idle_s - self._idle_s)
-        patience_s = min(max(self._idle_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+        self._log_idle += _LEARNING * (math.log(max(idle_s, _LEAST_PATIENCE_S)) - self._log_idle)
+        patience_s = min(math.exp(self._log_idle), _MOST_PATIENCE_S)
         if 1 / _RENEW_AT < patience_s / self.patience_s < _RENEW_AT:
             return False
         self.patience_s = patience_s

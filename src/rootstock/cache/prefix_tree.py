@@ -697,10 +697,17 @@ class PrefixTree:
         return self._policy.log_value(self._policy.rank(entry), self._clock())
 
     def expire_grants(self) -> None:
-        """Takes away the grants that have expired: these entries have their ordinary rank again."""
-        for entry in self.ledger.expiry.expired(self._clock()):
+        """Takes away the grants that have expired: these entries have their ordinary rank again. Entries whose next
+        use is overdue keep the rest of theirs."""
+        now = self._clock()
+        for entry in self.ledger.expiry.expired(now):
             assert isinstance(entry, Node | Checkpoint)
-            if entry.grant is not None and entry.grant.is_charged:
+            grant = entry.grant
+            assert grant is not None
+            if grant.end(entry.used_at) > now:
+                self.grant(entry, grant.overdue)
+                continue
+            if grant.is_charged:
                 self.counters.expired_grants += 1
             self.ungrant(entry)
 

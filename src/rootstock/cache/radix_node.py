@@ -40,21 +40,28 @@ class CheckpointKind(StrEnum):
     MARK = "mark"  # asked for by the client
 
 
-# Likelihood of a resumption, relative to the end of a tool's turn. A tool's turn is followed up at once or never;
-# users come back, and every new conversation passes the end of the system prompt.
+# Likelihood of a resumption, relative to the end of a tool's turn. Every new conversation passes the end of the
+# system prompt. The end of a user's turn, and a divergence, are used as often as their conversation: in replayed
+# traces of agents (`bench/show/o3_replay.py`) four times the worth of others cost a point of hits.
 CHANCE = {
     CheckpointKind.SYSTEM: 8.0,
     CheckpointKind.MARK: 8.0,
-    CheckpointKind.USER: 4.0,
-    CheckpointKind.DIVERGENCE: 4.0,
-    CheckpointKind.ANSWER: 2.0,
+    CheckpointKind.USER: 1.0,
+    CheckpointKind.DIVERGENCE: 1.0,
+    CheckpointKind.ANSWER: 1.0,
     CheckpointKind.TOOL: 1.0,
     CheckpointKind.PROMPT: 1.0,
 }
 
+LIKELIEST = tuple(CHANCE)  # first
+
 # Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
 RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
 CHANCE_WHEN_SPENT = 1 / 16
+# A checkpoint that its conversation has passed stays as a foothold if it saves so many times its own bytes: of a long
+# conversation that is evicted in part, the rest can then be resumed. States take at most this part of a path's bytes.
+FOOTHOLD = 16
+MOST_SPENT = 8  # checkpoints that are skipped in a search for the previous one
 
 # Of two positions nearer than this only the first gets a checkpoint, which serves both: recomputing the tokens
 # between costs less than a state.
@@ -253,8 +260,12 @@ class Checkpoint:
 
     @property
     def start(self) -> int:
-        """The position at which a request would resume without it."""
+        """The position at which a request would resume without it. Spent checkpoints are evicted before it."""
         previous = self.previous
+        for _ in range(MOST_SPENT):
+            if previous is None or not previous.is_spent:
+                break
+            previous = previous.previous
         return 0 if previous is None else previous.position
 
     @property
@@ -277,8 +288,10 @@ class Checkpoint:
     @property
     def used_at(self) -> float:
         """The last use of the prefix that it ends. Requests that resume from a deeper checkpoint use this one as
-        well, unless it is spent."""
-        if self.node is None or self.is_spent:
+        well if it is a boundary of their conversation, where they may leave it."""
+        if self.node is None or self.kind in RESUMED_ONCE or self.kind is CheckpointKind.DIVERGENCE:
+            return self.last_used
+        if self.is_spent:
             return self.last_used
         return max(self.last_used, self.node.last_used)
 
@@ -300,7 +313,11 @@ class Checkpoint:
             return False
         if self.kind is CheckpointKind.DIVERGENCE and self.is_shared:
             return False
-        return (self.kind in RESUMED_ONCE or not self.is_boundary) and self.is_passed
+        if not ((self.kind in RESUMED_ONCE or not self.is_boundary) and self.is_passed):
+            return False
+        previous = self.previous
+        saved = self.position - (0 if previous is None else previous.position)
+        return saved < FOOTHOLD * self.cost_tokens
 
     @property
     def is_shared(self) -> bool:

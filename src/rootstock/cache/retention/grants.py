@@ -20,6 +20,7 @@ OVERDRAWN_PRIORITY = -101  # the rest of a tenant whose share is full, while the
 
 Level = tuple[bool, int, int]  # (within its time to live, priority, nearness): lowest is given up first
 _NEARNESS_BASE = 1.5  # two expected times that differ by less than this factor count as equal
+OVERDUE = -100  # the nearness of an entry whose session should have come back: less than any other
 
 
 def nearness(gap_s: float) -> int:
@@ -39,6 +40,7 @@ class Claim:
     priority: int
     nearness: int  # of the next use
     gap_s: float  # expected time until then: an entry that is overdue yields to new ones of its level
+    near_s: float  # after each use, within which its nearness lasts
 
     def covers(self, position: int) -> bool:
         """Returns True if the token before `position` belongs to it."""
@@ -54,6 +56,7 @@ class Claim:
             self.priority,
             self.nearness if self.ttl_s else 0,
             self.gap_s,
+            self.near_s,
         )
 
 
@@ -69,6 +72,7 @@ class Grant:
     priority: int
     nearness: int
     gap_s: float
+    near_s: float = math.inf
 
     @staticmethod
     def demotion(priority: int) -> Grant:
@@ -91,6 +95,15 @@ class Grant:
         """Returns when it expires if its entry was last used at `used_at`."""
         return max(self.until, used_at + self.lasts_s)
 
+    def changes(self, used_at: float) -> float:
+        """Returns when its level changes, or when it expires, if its entry was last used at `used_at`."""
+        return min(used_at + self.near_s, self.end(used_at))
+
+    @property
+    def overdue(self) -> Grant:
+        """The rest of the grant after its next use should have come: entries that are near come first."""
+        return replace(self, nearness=OVERDUE, near_s=math.inf)
+
     def merged(self, later: Grant) -> Grant:
         """Returns this grant with a later one of the same entry. A promise is kept: `until` never falls. A later
         grant of the same tenant and session replaces the rest, any other one only adds to it."""
@@ -108,6 +121,7 @@ class Grant:
             max(self.priority, later.priority),
             max(timed, default=0),
             payer.gap_s,
+            max(self.near_s, later.near_s),
         )
 
 

@@ -6,6 +6,7 @@ cover its answer as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from rootstock.cache.retention.hint_types import (
     Verdict,
 )
 from rootstock.cache.retention.retained_entries import Retained, RetainedOfBudget
-from rootstock.cache.retention.sessions import SessionTable
+from rootstock.cache.retention.sessions import ExpectedPause, SessionTable
 from rootstock.cache.stats import Counters
 
 RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
@@ -89,20 +90,19 @@ class Retainer:
         self.tenants.note(hints.tenant, lease.namespace.salt, now)
         self._every.expire()
         lease.hints = hints
-        pause_s, session_ttl_s = None, 0.0
+        pause: ExpectedPause | None = None
         if hints.session is not None:
             session = self.sessions.begin(hints.tenant, hints.session, now, hints.longest_prefix_ttl_s)
             lease.session = session.id
             pause = self.sessions.expected(hints.tenant, session)
-            pause_s, session_ttl_s = pause.mean_s, pause.ttl_s
-        decisions = _Decisions(self, lease, hints.tenant, pause_s, now)
+        decisions = _Decisions(self, lease, hints.tenant, pause, now)
         outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
         outcomes += [
             HintOutcome(wish.field, Verdict.REFUSED, f"a request can have {MAX_RETENTIONS} retention hints")
             for wish in hints.retentions[MAX_RETENTIONS : 2 * MAX_RETENTIONS]
         ]
-        if hints.session is not None:
-            ttl_s = None if hints.ends_session else session_ttl_s
+        if pause is not None:
+            ttl_s = None if hints.ends_session else pause.ttl_s
             outcomes.append(decisions.decide(RetentionWish(hints.session_field, None, ttl_s)))
         lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
         if decisions.promised_bytes:
@@ -259,13 +259,13 @@ class _Decisions:
     """Decisions about the hints of one request, in order."""
 
     def __init__(
-        self, retainer: Retainer, lease: Lease, tenant: str, pause_s: float | None, now: float
+        self, retainer: Retainer, lease: Lease, tenant: str, pause: ExpectedPause | None, now: float
     ) -> None:
-        """`pause_s` is the expected pause of the request's session; None: it has none."""
+        """`pause` is to be expected of the request's session; None: it has none."""
         self._retainer = retainer
         self._lease = lease
         self._tenant = tenant
-        self._pause_s = pause_s
+        self._pause = pause
         self._now = now
         self._covered = 0  # tokens that earlier claims of the request retain
         self.claims: list[Claim] = []
@@ -275,7 +275,7 @@ class _Decisions:
         def refused(reason: str) -> HintOutcome:
             return HintOutcome(wish.field, Verdict.REFUSED, reason)
 
-        lease, ttl_s, end = self._lease, wish.ttl_s, wish.end
+        lease, pause, ttl_s, end = self._lease, self._pause, wish.ttl_s, wish.end
         if lease.node is None:
             return refused("the prefix of this request is not kept in the cache")
         if ttl_s is not None and not ttl_s > 0:
@@ -299,8 +299,9 @@ class _Decisions:
             ttl_s or 0.0,
             ttl_s or MAX_TTL_S,
             priority,
-            nearness(EXPECTED_USE_S if self._pause_s is None else self._pause_s),
-            (ttl_s or MAX_TTL_S) / 2 if self._pause_s is None else self._pause_s,
+            nearness(EXPECTED_USE_S if pause is None else pause.mean_s),
+            (ttl_s or MAX_TTL_S) / 2 if pause is None else pause.mean_s,
+            math.inf if pause is None else pause.near_s,
         )
         if claim.ttl_s or priority > 0:
             kept = self._kept_tokens(claim)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 MAX_SESSIONS = 4096  # of one tenant; the one used longest ago is dropped
@@ -11,32 +12,47 @@ MAX_TENANTS = 256  # with sessions
 MAX_ALL_SESSIONS = 65_536  # of all tenants: clients may choose the tenant's name
 MAX_SESSION_TTL_S = 3600.0  # of retention that follows from a session alone
 LEAST_SESSION_TTL_S = 5.0
+ENDS_ARE_TOLD = (
+    1 / 8
+)  # of the sessions that a tenant has begun: from then on a late session is not taken for an ended one
 FIRST_PAUSE_S = 60.0  # expected before any pause is known
 FIRST_PART = 0.5  # of the time to live that a client asks for, before any pause is known
 MOST_PART = 100.0  # learned from one pause: a client may ask for a microsecond
 
-# The estimate of TCP's retransmission timer (Jacobson and Karels, 1988).
+# The estimate of TCP's retransmission timer (Jacobson and Karels, 1988), on the logarithms of pauses: most calls of
+# tools take seconds, and a few take hours.
 _MEAN_GAIN, _DEVIATION_GAIN = 1 / 8, 1 / 4
-_DEVIATIONS = 4.0
+_FIRST_DEVIATION = 0.5
+_NEAR_DEVIATIONS, _DEVIATIONS = 0.5, 4.0
+_LEAST_SAMPLE = 1e-3
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Mean and mean deviation of a quantity, from samples."""
+    """Mean and mean deviation of the logarithm of a quantity, from samples."""
 
     mean: float
-    deviation: float
+    deviation: float = _FIRST_DEVIATION
     count: int = 0
 
-    def learn(self, sample: float) -> None:
+    @classmethod
+    def of(cls, quantity: float) -> Estimate:
+        return cls(math.log(quantity))
+
+    def learn(self, quantity: float) -> None:
+        sample = math.log(max(quantity, _LEAST_SAMPLE))
         if not self.count:
-            self.mean, self.deviation = sample, sample / 2
+            self.mean, self.deviation = sample, _FIRST_DEVIATION
         else:
             # The first samples count as in a plain mean.
             gain = max(_MEAN_GAIN, 1 / (self.count + 1))
             self.deviation += max(_DEVIATION_GAIN, gain) * (abs(sample - self.mean) - self.deviation)
             self.mean += gain * (sample - self.mean)
         self.count += 1
+
+    def at(self, deviations: float) -> float:
+        """Returns the quantity so many mean deviations above its geometric mean."""
+        return math.exp(self.mean + deviations * self.deviation)
 
 
 @dataclass(slots=True)
@@ -48,10 +64,8 @@ class Pauses:
     one is expected to be the same part of the next time to live. With equal times to live this is the mean pause.
     """
 
-    seconds: Estimate = field(default_factory=lambda: Estimate(FIRST_PAUSE_S, FIRST_PAUSE_S / 2))
-    parts: Estimate = field(
-        default_factory=lambda: Estimate(FIRST_PART, FIRST_PART / 2)
-    )  # of the time to live
+    seconds: Estimate = field(default_factory=lambda: Estimate.of(FIRST_PAUSE_S))
+    parts: Estimate = field(default_factory=lambda: Estimate.of(FIRST_PART))  # of the time to live
 
     def learn(self, pause_s: float, ttl_s: float) -> None:
         """Learns a pause after a request that asked for `ttl_s`; 0: it asked for none."""
@@ -63,16 +77,20 @@ class Pauses:
         """Returns True if a pause after a request like this one has been learned."""
         return bool(self.parts.count if ttl_s else self.seconds.count)
 
-    def expected(self, ttl_s: float) -> ExpectedPause:
+    def expected(self, ttl_s: float, *, ends_are_told: bool = False) -> ExpectedPause:
         """Returns the pause to expect after a request that asks for `ttl_s`; 0: it asks for none."""
         of, unit_s = (self.parts, ttl_s) if ttl_s else (self.seconds, 1.0)
-        most_s = (of.mean + _DEVIATIONS * of.deviation) * unit_s
-        return ExpectedPause(of.mean * unit_s, min(max(most_s, LEAST_SESSION_TTL_S), MAX_SESSION_TTL_S))
+        near_s, most_s = (
+            min(max(of.at(deviations) * unit_s, LEAST_SESSION_TTL_S), MAX_SESSION_TTL_S)
+            for deviations in (_DEVIATIONS if ends_are_told else _NEAR_DEVIATIONS, _DEVIATIONS)
+        )
+        return ExpectedPause(of.at(0.0) * unit_s, near_s, most_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPause:
-    mean_s: float
+    mean_s: float  # geometric
+    near_s: float  # after which it has probably ended, bounded
     ttl_s: float  # a time within which the next request comes in all likelihood, bounded
 
 
@@ -93,6 +111,7 @@ class SessionTable:
         self._ids = itertools.count(1)
         self._by_id: dict[int, CacheSession] = {}
         self._every: dict[str, Pauses] = {}  # of all sessions of a tenant: expected of a new one
+        self._begun, self._ended = Counter[str](), Counter[str]()  # sessions of a tenant; ended by a hint
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -109,6 +128,7 @@ class SessionTable:
         session = of_tenant.get(name)
         if session is None:
             session = of_tenant[name] = CacheSession(next(self._ids), Pauses())
+            self._begun[tenant] += 1
             self._by_id[session.id] = session
             while len(of_tenant) > MAX_SESSIONS:
                 del self._by_id[of_tenant.popitem(last=False)[1].id]
@@ -131,7 +151,8 @@ class SessionTable:
         return session
 
     def _drop_tenant(self, tenant: str) -> None:
-        self._every.pop(tenant, None)
+        for table in (self._every, self._begun, self._ended):
+            table.pop(tenant, None)
         for each in self._of.pop(tenant).values():
             del self._by_id[each.id]
 
@@ -151,10 +172,12 @@ class SessionTable:
         session = None if of_tenant is None else of_tenant.pop(name, None)
         if session is not None:
             del self._by_id[session.id]
+            self._ended[tenant] += 1
 
     def expected(self, tenant: str, session: CacheSession) -> ExpectedPause:
         """Returns the pause to expect after the session's last request: from the session's own pauses, or from those
         of the tenant's other sessions before its second request."""
         every = self._every.get(tenant)
         known = every if every is not None and not session.pauses.knows(session.ttl_s) else session.pauses
-        return known.expected(session.ttl_s)
+        told = self._ended[tenant] >= ENDS_ARE_TOLD * self._begun[tenant]
+        return known.expected(session.ttl_s, ends_are_told=told)
