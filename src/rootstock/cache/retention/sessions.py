@@ -12,9 +12,8 @@ MAX_TENANTS = 256  # with sessions
 MAX_ALL_SESSIONS = 65_536  # of all tenants: clients may choose the tenant's name
 MAX_SESSION_TTL_S = 3600.0  # of retention that follows from a session alone
 LEAST_SESSION_TTL_S = 5.0
-ENDS_ARE_TOLD = (
-    1 / 8
-)  # of the sessions that a tenant has begun: from then on a late session is not taken for an ended one
+# Part of a tenant's sessions that a hint has ended. From then on, a late session is not taken for an ended one.
+ENDS_ARE_TOLD = 1 / 8
 FIRST_PAUSE_S = 60.0  # expected before any pause is known
 FIRST_PART = 0.5  # of the time to live that a client asks for, before any pause is known
 MOST_PART = 100.0  # learned from one pause: a client may ask for a microsecond
@@ -90,7 +89,7 @@ class Pauses:
 @dataclass(frozen=True, slots=True)
 class ExpectedPause:
     mean_s: float  # geometric
-    near_s: float  # after which it has probably ended, bounded
+    near_s: float  # a time after which the session has probably ended, bounded
     ttl_s: float  # a time within which the next request comes in all likelihood, bounded
 
 
