@@ -424,6 +424,21 @@ def test_a_passed_checkpoint_stays_as_a_foothold_if_it_saves_much() -> None:
     cache.check()
 
 
+def test_a_foothold_behind_a_new_checkpoint_is_ranked_anew() -> None:
+    """Also where nodes without checkpoints lie between."""
+    cache = make_hybrid(FULL, STATE, blocks=600)
+    run(cache, ints(range(200)))
+    run(cache, ints(range(260)))
+    run(cache, ints(range(170), range(1000, 1020)))
+    cache.tree.drop(checkpoints(cache)[170])
+    foothold = next(each for each in checkpoints(cache).values() if each.position == 199)
+    assert not foothold.is_spent
+    cache.tree.checkpoints.peek()  # queues it again, at its higher rank
+    run(cache, ints(range(150), range(2000, 2020)))
+    assert foothold.is_spent
+    cache.check()
+
+
 def test_a_resumption_does_not_refresh_the_states_before_it() -> None:
     cache = make_hybrid(FULL, STATE, blocks=60)
     clock = [100.0]

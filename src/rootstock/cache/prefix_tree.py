@@ -1074,8 +1074,8 @@ class PrefixTree:
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """Yields the checkpoints that are worth less with this one: the next shallower on its path, and the next deeper,
-    on its node or right below."""
+    """Yields the checkpoints that are worth less with this one: the next shallower on its path, and the next deeper
+    on its node or on each branch below."""
     node, position = checkpoint.node, checkpoint.position
     assert node is not None
     shallower = checkpoint.previous
@@ -1085,6 +1085,10 @@ def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     if deeper:
         yield node.checkpoints[min(deeper)]
         return
-    for child in below(node):
-        if child.checkpoints:
-            yield child.checkpoints[min(child.checkpoints)]
+    stack = list(below(node))
+    while stack:
+        step = stack.pop()
+        if step.checkpoints:
+            yield step.checkpoints[min(step.checkpoints)]
+        else:
+            stack.extend(below(step))
