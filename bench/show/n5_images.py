@@ -13,6 +13,7 @@ Mistral 3 and Llama 4 need torchvision: without it they are left out, and the nu
 
 from __future__ import annotations
 
+import common  # noqa: F401  # isort: skip  # puts the tests on the path
 import torchvision_here  # isort: skip  # before transformers is imported
 
 import base64
