@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from common import argument_parser, at_least, conclude
+from h2_hints import Clock
 
 from rootstock.cache import FullAttention, Namespace, RecurrentState
 from rootstock.cache.eviction import Evictable, EvictionPolicy, LeastRecentlyUsedFirst
@@ -120,23 +122,17 @@ class Clairvoyant:
         return rank
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def main() -> None:
     options = argument_parser(__doc__)
-    options.add_argument("trace", type=Path, help="trace, an .npz file")
+    options.add_argument("--trace", default=os.environ.get("ROOTSTOCK_TRACE"), help=".npz file")
     options.add_argument("--parts", default=",".join(map(str, PARTS)), help="of the bytes, comma-separated")
     options.add_argument("--families", default=",".join(STATES), help="comma-separated")
     options.add_argument("--policies", default="lru,plain,agents,clairvoyant", help="comma-separated")
     options.add_argument("--requests", type=int, help="only the first ones")
     given = options.parse_args()
-    trace = Trace(given.trace, given.requests)
+    if given.trace is None:
+        options.error("name a trace by --trace or ROOTSTOCK_TRACE")
+    trace = Trace(Path(given.trace), given.requests)
     figures: dict[str, Any] = {"requests": len(trace.turns), "blocks": trace.blocks}
     bars = {}
     for name in given.families.split(","):
@@ -148,10 +144,11 @@ def main() -> None:
                 seconds = time.perf_counter() - began
                 print(f"{name} {part:.0%} {policy}: {hits[policy]} in {seconds:.0f} s", flush=True)
             figures[f"{name}_{part:.0%}"] = hits
-            for policy in {"plain", "agents"} & set(hits) if "lru" in hits else ():
-                over = f"{name}_{part:.0%}_{policy}_over_lru"
-                figures[over] = round(hits[policy][0] - hits["lru"][0], 2)
-                bars[over] = at_least(-0.3)
+            for policy in ("plain", "agents"):
+                if policy in hits and "lru" in hits:
+                    over = f"{name}_{part:.0%}_{policy}_over_lru"
+                    figures[over] = round(hits[policy][0] - hits["lru"][0], 2)
+                    bars[over] = at_least(-0.3)
     for name, least in {"state_20_5%": 84.0, "state_120_5%": 81.0}.items():
         if "agents" in figures.get(name, {}):
             figures[f"{name}_agents"] = figures[name]["agents"][0]

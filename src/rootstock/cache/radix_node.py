@@ -53,7 +53,7 @@ CHANCE = {
     CheckpointKind.PROMPT: 1.0,
 }
 
-LIKELIEST = tuple(CHANCE)  # first
+LIKELIEST = tuple(CHANCE)  # kinds: of two near each other, the first names their checkpoint
 
 # Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
 RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
@@ -289,9 +289,8 @@ class Checkpoint:
     def used_at(self) -> float:
         """The last use of the prefix that it ends. Requests that resume from a deeper checkpoint use this one as
         well if it is a boundary of their conversation, where they may leave it."""
-        if self.node is None or self.kind in RESUMED_ONCE or self.kind is CheckpointKind.DIVERGENCE:
-            return self.last_used
-        if self.is_spent:
+        is_consumed_only = self.kind in RESUMED_ONCE or self.kind is CheckpointKind.DIVERGENCE
+        if self.node is None or is_consumed_only or self.is_spent:
             return self.last_used
         return max(self.last_used, self.node.last_used)
 
@@ -304,7 +303,8 @@ class Checkpoint:
         """True if hardly any request resumes there: its only conversation has moved on to a later position.
 
         A conversation goes on from its newest checkpoint, or from a boundary of its last request: the end of the last
-        user turn, or a mark that the client still sends. Two resumptions show that a prefix is used by others too.
+        user turn, or a mark that the client still sends. Two resumptions show that a prefix is used by others too. A
+        checkpoint that saves FOOTHOLD times its bytes stays, for a conversation that is evicted in part.
         """
         assert self.node is not None
         if self.node.passed_by:

@@ -133,7 +133,7 @@ def kind_of(model: str, config: Any) -> Any:
         if beside or declared == of_images.__name__:
             known.pop(AutoModelForCausalLM, None)
     kind, found = next(iter(known.items()), (AutoModelForCausalLM, None))
-    if not getattr(config, "auto_map", None):  # a model's own code, which transformers' tables do not name
+    if not getattr(config, "auto_map", None):  # the tables say nothing about code that a model brings
         if found is None:
             raise ModelUnsupported(
                 model, f"transformers has no decoder of text for a {type(config).__name__}"
