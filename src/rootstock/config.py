@@ -239,6 +239,24 @@ class EngineConfig:
         least=1,
         advanced=True,
     )
+    max_session_wait_s: float = option(
+        600.0,
+        "max-session-wait",
+        SCHEDULING,
+        "Maximum time for which a request waits while other sessions need the memory, such as 10m. "
+        "0: No session waits for another.",
+        TIME,
+        least=0,
+    )
+    max_held: int = option(
+        256,
+        "max-held",
+        SCHEDULING,
+        "Maximum number of requests that wait for their session's place in memory. Further ones get status 429.",
+        WHOLE,
+        least=1,
+        advanced=True,
+    )
     context_limit: int | None = option(
         None,
         "context-limit",

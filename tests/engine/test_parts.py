@@ -38,6 +38,7 @@ def test_the_order_of_the_parts(tmp_path: Path) -> None:
         "PrefixLoads",
         "Pacing",
         "NgramProposer",
+        "SessionGate",
         "AwaitedReturns",
         "IdlePrefills",
         "HitVerifier",
@@ -50,7 +51,7 @@ def test_the_order_of_the_parts(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_options_has_few_parts() -> None:
-    bench = Bench(draft_tokens=0, idle_work=False)
+    bench = Bench(draft_tokens=0, idle_work=False, max_session_wait_s=0.0)
     assert [type(part).__name__ for part in bench.engine.parts.hooks.parts] == ["Activity"]
 
 

@@ -172,6 +172,7 @@ class Outcome:
     pinned_prefixes: int = 0
     releases: int = 0  # of unused memory
     held_for_memory: int = 0
+    held_sessions: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -386,6 +387,7 @@ def _live(
         seed=seed,
         draft_tokens=None if drafts else 0,
         idle_work=seed // 3 % 2 == 0,
+        max_session_wait_s=float(shares.choice([0.0, 3.0, 50.0, math.inf])),
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
     clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays
@@ -479,6 +481,10 @@ def _live(
         assert not engine.parts.idle_prefills.waiting
     pinning.end()
     outcome.pinned_prefixes += pinning.pinned
+    of_sessions = engine.stats().sessions
+    if of_sessions is not None:
+        assert of_sessions.held == 0
+        outcome.held_sessions += sum(of_sessions.admitted.values())
     outcome.held_for_memory += engine.scheduler.requests_held_for_memory
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"

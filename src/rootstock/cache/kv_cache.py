@@ -48,6 +48,7 @@ from rootstock.cache.retention.hint_decisions import MOST_SHARES, RETAINED_SHARE
 from rootstock.cache.retention.hint_types import CacheHints, RetainedLimits
 from rootstock.cache.retention.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
 from rootstock.cache.retention.sessions import SessionTable
+from rootstock.cache.retention.working_set import WorkingSet
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -169,6 +170,9 @@ class KVCache:
         )
         self._admission = Admission(
             pools, tree, self.counters, self._checkpoints, self._lease_ids, self.reuse, retainer
+        )
+        self.working_set = WorkingSet(
+            retainer, int(self._retained_share * pools.budget_bytes), self.share, self._clock
         )
         self._pins = Pins(int(self._pinned_share * pools.budget_bytes))
 
@@ -447,6 +451,9 @@ class KVCache:
         elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
+            session = self._sessions.get(lease.session)
+            if session is not None:
+                session.hit_tokens += position - lease.hit_tokens
         plan = self._commit(lease, lease.tokens[lease.num_computed_tokens : position])
         lease.hit_tokens, lease.is_loaded = position, True
         return plan

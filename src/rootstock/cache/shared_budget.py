@@ -143,6 +143,8 @@ class BudgetShare:
         self._prompt_tokens = self._known_tokens = 0.0
         # Executes the cache's pending plan, which gives memory back to the system. Set by the cache's engine.
         self.settle: Callable[[], None] = lambda: None
+        # Bytes of the sessions whose requests run or are expected soon. Set by the cache.
+        self.expected_bytes: Callable[[], int] = lambda: 0
         self.is_closed = False  # True: nothing is evicted for others any more, but its rows still count
         self._cache: SharedCache | None = None
         self._pinning: PinningCache | None = None

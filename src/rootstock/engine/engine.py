@@ -249,12 +249,14 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
 
-        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, AdapterNotLoaded, QueueFull or
-        EngineStopped.
+        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, AdapterNotLoaded, QueueFull,
+        SessionsFull or EngineStopped.
         """
         self._limits.refuse_impossible(request)
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
+        if self.parts.gate is not None:
+            self.parts.gate.refuse_if_full(request)
         sequence = self._sequences.make(request, sink, self.scope_of(request), self._clock())
 
         def begin() -> None:

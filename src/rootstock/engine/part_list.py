@@ -21,6 +21,7 @@ from rootstock.engine.pacing import Pacing
 from rootstock.engine.parts import Part, PartHooks
 from rootstock.engine.request import Request
 from rootstock.engine.scheduler import Scheduler
+from rootstock.engine.session_gate import SessionGate
 from rootstock.engine.share_price import SharePrice
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.engine.tiers.connector import TierConnector
@@ -70,6 +71,7 @@ class EngineParts:
     activity: Activity
     why_no_drafts: str | None  # None: drafts are on
     proposer: Proposer | None
+    gate: SessionGate | None
     hit_verifier: HitVerifier | None
     idle_prefills: IdlePrefills | None
     returns: AwaitedReturns | None
@@ -97,6 +99,9 @@ class EngineParts:
         elif proposer is None:
             proposer = NgramProposer(cache, config.draft_tokens)
         pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s, clock)
+        gate = None
+        if config.max_session_wait_s and cache.reuse:
+            gate = SessionGate(cache, config.max_session_wait_s, config.max_held, clock)
         scheduler = Scheduler(
             cache,
             config.max_batch,
@@ -106,6 +111,7 @@ class EngineParts:
             proposer,
             config.idle_chunk_tokens or config.chunk_tokens * _idle_chunks(described),
             max(1, SCORED_LOGITS_BYTES // (4 * described.vocab_size)),
+            gate,
         )
         apply = runtime.apply if tiers is None else PlanExecutor(runtime, tiers).apply
 
@@ -137,7 +143,7 @@ class EngineParts:
             kv_events = KVEvents.open(config.kv_events, cache, engine.run_soon, engine.adapter_name)
         activity = Activity(clock)
         parts: tuple[Part | None, ...] = (
-            *(guard, loads, price, pacing, proposer),
+            *(guard, loads, price, pacing, proposer, gate),
             *(returns, prefills, verifier, activity, kv_events),
         )
         idle = IdleWork(
@@ -151,6 +157,7 @@ class EngineParts:
             activity,
             why_no_drafts,
             proposer,
+            gate,
             verifier,
             prefills,
             returns,

@@ -198,6 +198,7 @@ class Usage:
     draft_tokens: int = 0  # draft tokens that were verified
     accepted_draft_tokens: int = 0  # accepted ones: each saved a forward, and is a completion token
     queued_s: float = 0.0  # submission → first admission
+    held_s: float = 0.0  # of queued_s: until the session had a place in memory
     ttft_s: float = 0.0  # submission → first token
     total_s: float = 0.0
     loading_s: float = 0.0  # first admission → first forward: the load from a tier, if there was one

@@ -25,6 +25,7 @@ from rootstock.engine.cost_model import StepSize, attended_positions
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
+    Held,
     Loading,
     Phase,
     Preempted,
@@ -76,6 +77,26 @@ class LoadSource(Protocol):
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
         """Decides whether to load the deeper prefix that a tier holds; None: there is none."""
         ...
+
+
+class Gate(Protocol):
+    """Gate that holds requests whose sessions have no place in memory. Its length is the number of held requests."""
+
+    @property
+    def sequences(self) -> list[Sequence]: ...  # held
+
+    def __len__(self) -> int: ...
+
+    def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
+        """Decides whether to hold a request, while others run."""
+        ...
+
+    def admit(self, now: float, *, is_idle: bool) -> list[Sequence]:
+        """Takes out the requests that are held no longer: at least one if nothing else runs or waits."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None: ...
+    def clear(self) -> None: ...
 
 
 class NoTiers:
@@ -181,13 +202,16 @@ class Scheduler:
         proposer: DraftSource | None = None,
         idle_chunk_tokens: int | None = None,
         scored_chunk_tokens: int | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """A step computes `chunk_tokens`, or up to `idle_chunk_tokens` if nothing decodes.
 
         `scored_chunk_tokens` bounds the tokens of prompts whose log-probabilities are wanted. `pace` bounds the
-        prefill of a step with decodes. Without a `proposer` a decode is one token.
+        prefill of a step with decodes. Without a `proposer` a decode is one token. Without a `gate` no session waits
+        for another.
         """
         self._cache = cache
+        self._gate = gate
         self._proposer = proposer
         self.tiers = tiers or NoTiers()
         self._max_batch = max_batch
@@ -207,7 +231,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (0 if self._gate is None else len(self._gate))
 
     @property
     def running(self) -> int:
@@ -239,11 +263,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._gate)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
+        yield from () if self._gate is None else self._gate.sequences
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -262,6 +287,9 @@ class Scheduler:
         sequence is given up instead. Admissions and drafts never preempt.
         """
         step = _Step(now)
+        if self._gate:
+            for sequence in self._gate.admit(now, is_idle=not self._running and not self._waiting):
+                self._put_back(sequence)
         # Before an eviction takes them: the only request is admitted before anything else can evict.
         is_alone = not self._running and len(self._waiting) == 1
         if not is_alone:
@@ -382,7 +410,13 @@ class Scheduler:
             match = self._match(sequence)
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
+            if self._wait_for_prefix(sequence, match, step.now):
+                continue
+            if self._gate is not None and self._running and self._gate.holds(sequence, match, step.now):
+                self._waiting.remove(sequence)
+                self._unprotect_hit(sequence)
+                continue
+            if self._admit_to_load(step, sequence, match):
                 continue
             admitted = self._ask_for_rows(sequence, match)
             while isinstance(admitted, Deferred) and self._drop_pin():
@@ -599,6 +633,9 @@ class Scheduler:
         elif lease is not None:
             self._running.remove(sequence)
             self._cache.release(lease, ReleaseReason.ABORTED)
+        elif isinstance(sequence.state, Held):
+            assert self._gate is not None
+            self._gate.remove(sequence)
         elif sequence in self._waiting:  # or else its prompt is still looked up in a shared tier
             self._waiting.remove(sequence)
         self._unprotect_hit(sequence)
@@ -621,6 +658,8 @@ class Scheduler:
         left = list(self.sequences())
         self._running.clear()
         self._waiting.clear()
+        if self._gate is not None:
+            self._gate.clear()
         for sequence in left:
             sequence.state, sequence.hit_protection = Waiting(), None
 
@@ -632,7 +671,9 @@ class Scheduler:
             assert not lease.ended
         for sequence in self._waiting:
             assert sequence.lease is None
-            assert not isinstance(sequence.state, Ended)
+            assert not isinstance(sequence.state, Ended | Held)
+        for sequence in () if self._gate is None else self._gate.sequences:
+            assert isinstance(sequence.state, Held)
 
 
 def size_of(scheduled: list[ScheduledSequence]) -> StepSize:

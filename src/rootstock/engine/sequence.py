@@ -33,6 +33,7 @@ class Phase(StrEnum):
     """The part of a request's time that people see. Metrics and the dashboard have these names."""
 
     QUEUED = "queued"
+    HELD = "held"
     WAITING_FOR_PREFIX = "waiting_for_prefix"
     LOADING = "loading"
     PREFILL = "prefill"
@@ -42,6 +43,11 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """State in the queue, until there are blocks and a place in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """State of a request that waits until its session has a place in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class Ended:
     """State after the terminal event."""
 
 
-State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
+State = Waiting | Held | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -127,6 +133,8 @@ class Sequence:
     waited_at: float | None = None  # since when it waits, or waited, for a prefix that another one computes
     load_began_at: float | None = None
     prefill_at: float | None = None  # start of the step with its first chunk
+    held_at: float | None = None  # since when it is held, or was, for its session's place in memory
+    held_s: float = 0.0  # for how long it was
     was_held_for_memory: bool = False  # its admission has waited because memory was scarce
 
     def __post_init__(self) -> None:
@@ -140,6 +148,8 @@ class Sequence:
     def phase(self) -> Phase:
         """The phase that it is in. A preempted request is queued again."""
         match self.state:
+            case Held():
+                return Phase.HELD
             case WaitingForPrefix():
                 return Phase.WAITING_FOR_PREFIX
             case Loading():
@@ -150,6 +160,11 @@ class Sequence:
                 return Phase.DECODE
             case Waiting() | Preempted() | Ended():
                 return Phase.QUEUED
+
+    @property
+    def is_waiting(self) -> bool:
+        """True in the queue, before its first admission."""
+        return self.admitted_at is None and not isinstance(self.state, Ended)
 
     def did_not_load(self) -> None:
         """Records that the sequence computes its prefix although a load was chosen."""
@@ -217,6 +232,7 @@ class Sequence:
             completion_tokens=len(self.generated),
             draft_tokens=self.draft_tokens,
             accepted_draft_tokens=self.accepted_draft_tokens,
+            held_s=self.held_s,
             queued_s=admitted_at - self.submitted_at,
             ttft_s=(self.first_token_at if self.first_token_at is not None else now) - self.submitted_at,
             total_s=now - self.submitted_at,

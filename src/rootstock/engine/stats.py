@@ -82,6 +82,20 @@ class KVEventStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionStats:
+    """Statistics of sessions and of their admission; counters since the start."""
+
+    known: int
+    active: int
+    expected_bytes: int  # of the working set: of sessions whose requests run or are expected soon
+    active_bytes: int
+    budget_bytes: int  # that sessions may keep
+    held: int  # requests that wait for their session's place in memory
+    admitted: dict[str, int]  # requests that were held, by the reason of their admission: room, idle, overdue
+    held_s: float  # time for which these were held
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     cache: CacheStats
     running: int
@@ -94,6 +108,7 @@ class EngineStats:
     idle: IdleStats | None = None  # None: idle work is off
     phases: dict[Phase, int] = field(default_factory=dict)  # requests, without those that have ended
     adapters: AdapterStats | None = None  # None: none was ever loaded
+    sessions: SessionStats | None = None  # None: no session waits for another
     memory: MemoryStats | None = None  # None: the process's memory has no limit
     kv_events: KVEventStats | None = None  # None: none are published
     pool_copies: int | None = None  # arrays of the pools that writes have copied; None: not counted

@@ -47,6 +47,7 @@
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
+    │   ├── SessionsFull                429
     │   ├── EmbeddingsFull              429  the embeddings of all requests together
     │   ├── RateLimited                 429  a limit of the tenant's own
     │   ├── ClearUnderWay               429
@@ -139,6 +140,7 @@ from rootstock.errors.overload import (
     Overloaded,
     QueueFull,
     RateLimited,
+    SessionsFull,
     TooManyBodyBytes,
     TooManyConnections,
 )
@@ -272,6 +274,7 @@ __all__ = [
     "RouteNotFound",
     "SamplingFailed",
     "SelfCheckFailed",
+    "SessionsFull",
     "SpecialTokenInText",
     "StartupError",
     "StepFailed",

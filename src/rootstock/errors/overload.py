@@ -25,6 +25,18 @@ class QueueFull(Overloaded):
         self.max_queue = max_queue
 
 
+class SessionsFull(Overloaded):
+    code = "sessions_full"
+
+    def __init__(self, most: int, most_wait_s: float) -> None:
+        super().__init__(
+            f"{most} requests wait for their session's place in memory (--max-held), each for up to "
+            f"{most_wait_s:g} s (--max-session-wait). Try again later."
+        )
+        self.most = most
+        self.retry_after_s = most_wait_s / 10
+
+
 class ImagesFull(Overloaded):
     code = "images_full"
 

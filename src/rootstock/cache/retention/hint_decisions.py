@@ -93,8 +93,12 @@ class Retainer:
         pause: ExpectedPause | None = None
         if hints.session is not None:
             session = self.sessions.begin(hints.tenant, hints.session, now, hints.longest_prefix_ttl_s)
-            lease.session = session.id
-            pause = self.sessions.expected(hints.tenant, session)
+            lease.session, pause = session.id, session.pause
+            missed_bytes = self.prompt_bytes(lease.prompt_tokens - lease.hit_tokens)
+            session.size_bytes = max(session.size_bytes, missed_bytes)
+            session.requests += 1
+            session.prompt_tokens += lease.prompt_tokens
+            session.hit_tokens += lease.hit_tokens
         decisions = _Decisions(self, lease, hints.tenant, pause, now)
         outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
         outcomes += [
@@ -115,6 +119,10 @@ class Retainer:
                     self._counters.clipped_hints += 1
                 case Verdict.REFUSED:
                     self._counters.refused_hints += 1
+
+    def prompt_bytes(self, tokens: int) -> int:
+        """Estimates the bytes of so many tokens at the end of a prompt."""
+        return tokens * self._tree.token_bytes + self._checkpoint_bytes
 
     def room_bytes(self, tenant: str, level: Level, now: float) -> int:
         """Returns the bytes that the tenant can still retain at a level, at the cost of entries that yield."""
@@ -142,8 +150,20 @@ class Retainer:
         now = self._clock()
         self._every.expire()
         path = [node for node in reversed(list(lease.node.path())) if not isinstance(node, Root)]
+        if lease.session:
+            self._measure_session(lease, path)
         is_whole = _Application(self, lease, path, now).run() if lease.claims else True
         self._demote_if_overdrawn(lease, is_whole, now)
+
+    def _measure_session(self, lease: Lease, path: Sequence[Node]) -> None:
+        """Notes the part of the cache that the lease's session alone uses."""
+        session = self.sessions.get(lease.session)
+        if session is None:  # dropped meanwhile
+            return
+        session.tokens = lease.num_computed_tokens
+        own = [node for node in path if node.session == session.id]
+        entries: list[Node | Checkpoint] = [*own, *(at for node in own for at in node.checkpoints.values())]
+        session.size_bytes = sum(map(self._tree.size_bytes, entries))
 
     def _demote_if_overdrawn(self, lease: Lease, is_whole: bool, now: float) -> None:
         """Ranks the unretained prefixes of a tenant whose share is full below the prefixes of others. Its retained

@@ -22,7 +22,7 @@ MOST_PART = 100.0  # learned from one pause: a client may ask for a microsecond
 # tools take seconds, and a few take hours.
 _MEAN_GAIN, _DEVIATION_GAIN = 1 / 8, 1 / 4
 _FIRST_DEVIATION = 0.5
-_NEAR_DEVIATIONS, _DEVIATIONS = 0.5, 4.0
+_NEAR_DEVIATIONS, _SOON_DEVIATIONS, _DEVIATIONS = 0.5, 1.0, 4.0
 _LEAST_SAMPLE = 1e-3
 
 
@@ -79,27 +79,54 @@ class Pauses:
     def expected(self, ttl_s: float, *, ends_are_told: bool = False) -> ExpectedPause:
         """Returns the pause to expect after a request that asks for `ttl_s`; 0: it asks for none."""
         of, unit_s = (self.parts, ttl_s) if ttl_s else (self.seconds, 1.0)
-        near_s, most_s = (
+        near = _DEVIATIONS if ends_are_told else _NEAR_DEVIATIONS
+        near_s, soon_s, most_s = (
             min(max(of.at(deviations) * unit_s, LEAST_SESSION_TTL_S), MAX_SESSION_TTL_S)
-            for deviations in (_DEVIATIONS if ends_are_told else _NEAR_DEVIATIONS, _DEVIATIONS)
+            for deviations in (near, _SOON_DEVIATIONS, _DEVIATIONS)
         )
-        return ExpectedPause(of.at(0.0) * unit_s, near_s, most_s)
+        return ExpectedPause(of.at(0.0) * unit_s, near_s, soon_s, most_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPause:
     mean_s: float  # geometric
     near_s: float  # a time after which the session has probably ended, bounded
+    soon_s: float  # a time for which it keeps its place in memory while others wait for one, bounded
     ttl_s: float  # a time within which the next request comes in all likelihood, bounded
 
 
 @dataclass(slots=True)
 class CacheSession:
     id: int  # never used again
+    tenant: str
+    name: str
     pauses: Pauses
     ttl_s: float = 0.0  # that the last request asked for; 0: none
     running: int = 0  # requests
     idle_since: float | None = None  # None: no request has ended, or one is running
+    left_at: float = -math.inf  # when its last request ended, or was preempted
+    pause: ExpectedPause | None = None  # after the last request
+    active_since: float | None = None  # None: it is not active
+    has_lost_its_place: bool = False  # its prefix was evicted before the request that was expected
+    size_bytes: int = 0  # of the part of the cache that it alone uses
+    tokens: int = 0  # of its last prompt and answer
+    requests: int = 0
+    prompt_tokens: int = 0  # of all its requests
+    hit_tokens: int = 0  # of these
+
+    def is_expected(self, now: float) -> bool:
+        """Returns whether a request runs, or is expected so soon that the session keeps its place in memory."""
+        if self.running or self.has_lost_its_place or self.pause is None:
+            return self.running > 0
+        return now <= self.left_at + self.pause.soon_s
+
+    def goes_on(self, now: float) -> bool:
+        """Returns whether a request runs, or is expected within the longest pause."""
+        return self.running > 0 or (self.pause is not None and now <= self.left_at + self.pause.ttl_s)
+
+    def is_active(self, now: float) -> bool:
+        """Returns whether it takes part in the use of memory: it was admitted, and goes on since."""
+        return self.active_since is not None and self.goes_on(now)
 
 
 class SessionTable:
@@ -109,6 +136,7 @@ class SessionTable:
         self._of: OrderedDict[str, OrderedDict[str, CacheSession]] = OrderedDict()
         self._ids = itertools.count(1)
         self._by_id: dict[int, CacheSession] = {}
+        self._recent: dict[int, CacheSession] = {}  # those that go on, and some that do not
         self._every: dict[str, Pauses] = {}  # of all sessions of a tenant: expected of a new one
         self._begun, self._ended = Counter[str](), Counter[str]()  # sessions of a tenant; ended by a hint
 
@@ -126,20 +154,22 @@ class SessionTable:
         self._of.move_to_end(tenant)
         session = of_tenant.get(name)
         if session is None:
-            session = of_tenant[name] = CacheSession(next(self._ids), Pauses())
+            session = of_tenant[name] = CacheSession(next(self._ids), tenant, name, Pauses())
             self._begun[tenant] += 1
             self._by_id[session.id] = session
             while len(of_tenant) > MAX_SESSIONS:
-                del self._by_id[of_tenant.popitem(last=False)[1].id]
+                self._drop(of_tenant.popitem(last=False)[1])
             while len(self._of) > MAX_TENANTS:
                 self._drop_tenant(next(iter(self._of)))
             while len(self._by_id) > MAX_ALL_SESSIONS:
                 oldest = next(iter(self._of))
                 if self._of[oldest]:
-                    del self._by_id[self._of[oldest].popitem(last=False)[1].id]
+                    self._drop(self._of[oldest].popitem(last=False)[1])
                 else:
                     self._drop_tenant(oldest)
         of_tenant.move_to_end(name)
+        if not session.is_active(now):
+            session.active_since = now
         if session.idle_since is not None:
             pause_s = max(0.0, now - session.idle_since)
             session.pauses.learn(pause_s, session.ttl_s)
@@ -147,13 +177,36 @@ class SessionTable:
             session.idle_since = None
         session.ttl_s = ttl_s
         session.running += 1
+        session.has_lost_its_place = False
+        session.pause = self.expected(tenant, session)
+        self._recent[session.id] = session
         return session
+
+    def get(self, session_id: int) -> CacheSession | None:
+        """Returns the session of an id; None: it was dropped, or has ended."""
+        return self._by_id.get(session_id)
+
+    def of(self, tenant: str | None) -> list[CacheSession]:
+        """Returns the sessions of a tenant, or all, the one used longest ago first."""
+        if tenant is None:
+            return [session for of_tenant in self._of.values() for session in of_tenant.values()]
+        return list(self._of.get(tenant, {}).values())
+
+    def recent(self, now: float) -> list[CacheSession]:
+        """Returns the sessions that go on."""
+        for session in [each for each in self._recent.values() if not each.goes_on(now)]:
+            del self._recent[session.id]
+        return list(self._recent.values())
+
+    def _drop(self, session: CacheSession) -> None:
+        del self._by_id[session.id]
+        self._recent.pop(session.id, None)
 
     def _drop_tenant(self, tenant: str) -> None:
         for table in (self._every, self._begun, self._ended):
             table.pop(tenant, None)
         for each in self._of.pop(tenant).values():
-            del self._by_id[each.id]
+            self._drop(each)
 
     def end(self, session_id: int, now: float, *, comes_back: bool) -> None:
         """Notes that a request of the session has ended. `comes_back` is True for one that is preempted: no pause
@@ -162,6 +215,7 @@ class SessionTable:
         if session is None:  # dropped meanwhile
             return
         session.running -= 1
+        session.left_at = now
         if not session.running and not comes_back:
             session.idle_since = now
 
@@ -170,7 +224,7 @@ class SessionTable:
         of_tenant = self._of.get(tenant)
         session = None if of_tenant is None else of_tenant.pop(name, None)
         if session is not None:
-            del self._by_id[session.id]
+            self._drop(session)
             self._ended[tenant] += 1
 
     def expected(self, tenant: str, session: CacheSession) -> ExpectedPause:

@@ -29,6 +29,7 @@ from rootstock.errors import (
     RateLimited,
     RootstockError,
     RouteNotFound,
+    SessionsFull,
     Unauthorized,
     Unsupported,
     WebSocketRefused,
@@ -125,7 +126,7 @@ def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONR
     if "request_id" in body:
         headers["request-id"] = body["request_id"]
     match error:
-        case RateLimited(retry_after_s=wait_s):
+        case RateLimited(retry_after_s=wait_s) | SessionsFull(retry_after_s=wait_s):
             headers["Retry-After"] = str(max(RETRY_AFTER_S, math.ceil(wait_s)))
         case Overloaded():
             headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -1,0 +1,189 @@
+"""Admission by session: requests are held while the sessions that run need the memory.
+
+A request of a session whose prefix, or rows for it, are in memory is never held. Of the others, those of active
+sessions go first, as soon as the working set has room for them. New and long-idle sessions become active if, beyond
+that, the active sessions do not compete: their memory is at most OVERCOMMIT of what they may keep, or none of their
+requests was held for some time. A tenant that uses less than its part of the memory goes first and needs no room.
+
+No request is held while nothing runs, or longer than its bound. A session that was held so long takes the place of
+the one that has been active longest: that one counts as a new session with its next request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rootstock.cache.kv_cache import KVCache
+from rootstock.cache.lease import Match
+from rootstock.cache.retention.working_set import Demand, SessionMemory
+from rootstock.engine.parts import Part
+from rootstock.engine.request import Request
+from rootstock.engine.sequence import Held, Sequence, Waiting
+from rootstock.engine.stats import SessionStats
+from rootstock.errors import SessionsFull
+
+log = logging.getLogger(__name__)
+
+OVERCOMMIT = 1.5  # of the memory that sessions may keep: most sessions pause most of the time
+CALM_S = 60.0  # without a held request of an active session: from then on, others become active
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldRequest:
+    """A held request, and what its session needs."""
+
+    sequence: Sequence
+    demand: Demand
+    since: float
+
+
+class SessionGate(Part):
+    """The gate of requests whose sessions have no place in memory. Owned by the engine's thread."""
+
+    def __init__(
+        self, cache: KVCache, most_wait_s: float, most_held: int, clock: Callable[[], float]
+    ) -> None:
+        """Holds at most `most_held` requests, each for `most_wait_s` at most."""
+        self._cache = cache
+        self._most_wait_s = most_wait_s
+        self._most_held = most_held
+        self._clock = clock
+        self._held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
+        self._entering: list[HeldRequest] = []  # admitted here, and not yet by the cache
+        self._contended_at: float | None = None  # when a request of an active session was held last
+        self._counts = Counter[str]()  # held requests by the reason of their admission
+        self._held_s = 0.0  # in all, of those that were admitted
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The held sequences, in order of arrival at the gate."""
+        return list(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def refuse_if_full(self, request: Request) -> None:
+        """Raises SessionsFull for a request of a session if too many are held. From any thread."""
+        if len(self._held) >= self._most_held and _session_of(request) is not None:
+            raise SessionsFull(self._most_held, self._most_wait_s)
+
+    def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
+        """Decides whether to hold a request, while others run. It is held once at most."""
+        hints = sequence.request.hints
+        if hints is None or hints.session is None:
+            return False
+        if (
+            sequence.held_at is not None
+            or sequence.admitted_at is not None
+            or self._cache.has_free_rows(match)
+        ):
+            return False
+        demand = self._cache.working_set.demand(match, hints)
+        if demand is None:
+            return False
+        self._note_contention(now)
+        held, memory = HeldRequest(sequence, demand, now), self._memory()
+        if self._first([*self._held.values(), held], memory) is held and self._fits(demand, memory, now):
+            return False
+        sequence.state, sequence.held_at = Held(), now
+        self._held[sequence] = held
+        log.info(
+            "a request is held until its session has a place in memory: %d are held",
+            len(self._held),
+            extra=sequence.log_fields,
+        )
+        return True
+
+    def admit(self, now: float, *, is_idle: bool) -> list[Sequence]:
+        """Takes out the requests that are held no longer. `is_idle`: nothing else runs or waits."""
+        admitted = [
+            self._admit(held, now, "overdue")
+            for held in list(self._held.values())
+            if held.since + self._most_wait_s <= now
+        ]
+        for _ in admitted:
+            self._cache.working_set.rotate()
+        if self._held:
+            self._note_contention(now)
+            memory = self._memory()
+            first = self._first(self._held.values(), memory)
+            if self._fits(first.demand, memory, now):
+                admitted.append(self._admit(first, now, "room"))
+            elif is_idle and not admitted:
+                admitted.append(self._admit(first, now, "idle"))
+        return admitted
+
+    def _admit(self, held: HeldRequest, now: float, reason: str) -> Sequence:
+        del self._held[held.sequence]
+        self._entering.append(held)
+        held.sequence.state, held.sequence.held_s = Waiting(), now - held.since
+        self._counts[reason] += 1
+        self._held_s += held.sequence.held_s
+        return held.sequence
+
+    def _memory(self) -> SessionMemory:
+        """Adds up the memory of the sessions that go on, and of those that are about to."""
+        memory = self._cache.working_set.memory()
+        self._entering = [held for held in self._entering if held.sequence.is_waiting]
+        for held in self._entering:
+            memory.expected[held.demand.tenant] += held.demand.size_bytes
+        return memory
+
+    @staticmethod
+    def _first(held: Iterable[HeldRequest], memory: SessionMemory) -> HeldRequest:
+        """Returns the next one to admit: of the tenant that uses least, of an active session, held longest."""
+        return min(held, key=lambda each: (memory.expected[each.demand.tenant], not each.demand.is_active))
+
+    def _note_contention(self, now: float) -> None:
+        if any(held.demand.is_active for held in self._held.values()):
+            self._contended_at = now
+
+    def _fits(self, demand: Demand, memory: SessionMemory, now: float) -> bool:
+        """Returns whether the memory has room for a session, or must make room for it."""
+        budget_bytes = self._cache.working_set.budget_bytes
+        tenants = {*memory.expected, *(held.demand.tenant for held in self._held.values()), demand.tenant}
+        if len(tenants) > 1 and memory.expected[demand.tenant] + demand.size_bytes <= budget_bytes // len(
+            tenants
+        ):
+            return True
+        if memory.expected_bytes + demand.size_bytes > budget_bytes:
+            return False
+        is_calm = self._contended_at is None or now - self._contended_at > CALM_S
+        return (
+            demand.is_active
+            or is_calm
+            or memory.active_bytes + demand.size_bytes <= OVERCOMMIT * budget_bytes
+        )
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drops a held request that ends early."""
+        del self._held[sequence]
+
+    def clear(self) -> None:
+        """Drops every held request."""
+        self._held.clear()
+        self._entering.clear()
+
+    def stats(self) -> Mapping[str, Any]:
+        working_set, now = self._cache.working_set, self._clock()
+        memory, known = working_set.memory(), working_set.sessions(None)
+        return {
+            "sessions": SessionStats(
+                known=len(known),
+                active=sum(session.is_active(now) for session in known),
+                expected_bytes=memory.expected_bytes,
+                active_bytes=memory.active_bytes,
+                budget_bytes=working_set.budget_bytes,
+                held=len(self._held),
+                admitted=dict(self._counts),
+                held_s=self._held_s,
+            )
+        }
+
+
+def _session_of(request: Request) -> str | None:
+    return None if request.hints is None else request.hints.session
