@@ -56,6 +56,8 @@ VALUES = {
     "idle-chunk-tokens": "888",
     "itl-target": "50ms",
     "max-queue": "9",
+    "max-session-wait": "9s",
+    "max-held": "9",
     "eviction": "lru",
     "retained-share": "0.5",
     "pinned-share": "0.1",

@@ -104,6 +104,7 @@ def full(agents: Agents, *sessions: str) -> Client:
     return running
 
 
+@pytest.mark.behaviour(51)
 def test_a_new_session_is_held_while_the_working_set_needs_the_memory() -> None:
     agents = Agents(2.5)
     running = full(agents, "a", "b")
@@ -128,6 +129,7 @@ def test_the_turns_of_sessions_with_their_prefix_pass() -> None:
     agents.run(turn)
 
 
+@pytest.mark.behaviour(51)
 @pytest.mark.parametrize("families", [(FULL,), (FULL, STATE)], ids=["full", "hybrid"])
 @pytest.mark.parametrize("sessions", [1, 2, 3, 5])
 def test_nobody_is_held_below_full_memory(sessions: int, families: tuple[Family, ...]) -> None:
@@ -139,6 +141,7 @@ def test_nobody_is_held_below_full_memory(sessions: int, families: tuple[Family,
     assert agents.stats.admitted == {}
 
 
+@pytest.mark.behaviour(51)
 def test_requests_without_a_session_are_never_held() -> None:
     agents = Agents(2.5)
     full(agents, "a", "b")
@@ -165,6 +168,7 @@ def test_a_session_that_ends_gives_its_place(ends: bool) -> None:
     agents.run(running, held)
 
 
+@pytest.mark.behaviour(51)
 def test_no_request_is_held_longer_than_its_bound() -> None:
     agents = Agents(2.5, wait_s=10.0)
     running = full(agents, "a", "b")
@@ -189,9 +193,7 @@ def test_after_a_long_wait_the_session_that_was_active_longest_is_a_new_one() ->
     agents.step()
     agents.now += 10.0
     agents.run(running, held)
-    active = {
-        session.name for session in agents.cache.working_set.sessions("") if session.active_since is not None
-    }
+    active = {session.name for session in agents.cache.working_set.sessions("") if session.is_active}
     assert active == {"b", "c"}
 
 

@@ -27,6 +27,7 @@ from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.retention.hint_types import RetainedLimits
 from rootstock.cache.retention.pins import PinId, Pinned, PinRefused
+from rootstock.cache.retention.working_set import SessionReport
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_snapshot import NodeDetail, TreeWalk
@@ -390,6 +391,24 @@ class Engine:
     def pins(self, tenant: str | None = None) -> list[Pinned]:
         """Returns the pinned prefixes of one tenant, or of all."""
         return self.call(lambda: self._cache.pins(tenant))
+
+    def sessions(self, tenant: str | None = None) -> list[tuple[SessionReport, int]]:
+        """Describes the sessions of one tenant, or of all, each with the number of its held requests."""
+        gate = self.parts.gate
+
+        def sessions() -> list[tuple[SessionReport, int]]:
+            found = self._cache.working_set.sessions(tenant)
+            if not gate:
+                return [(session, 0) for session in found]
+            return [(session, gate.held_of(session.tenant, session.name)) for session in found]
+
+        return self.call(sessions)
+
+    def held_before(self, request: Request) -> int:
+        """Returns how many requests of the same tenant are held for their session's place in memory; 0 for a request
+        without a session. Does not wait."""
+        gate = self.parts.gate
+        return gate.held_before(request) if gate else 0
 
     def usage(self) -> PoolUsage:
         """Reports the memory of the pools: O(1), unlike `stats`."""

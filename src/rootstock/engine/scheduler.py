@@ -288,8 +288,7 @@ class Scheduler:
         """
         step = _Step(now)
         if self._gate:
-            for sequence in self._gate.admit(now, is_idle=not self._running and not self._waiting):
-                self._put_back(sequence)
+            self._admit_held(self._gate, now)
         # Before an eviction takes them: the only request is admitted before anything else can evict.
         is_alone = not self._running and len(self._waiting) == 1
         if not is_alone:
@@ -410,11 +409,7 @@ class Scheduler:
             match = self._match(sequence)
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match, step.now):
-                continue
-            if self._gate is not None and self._running and self._gate.holds(sequence, match, step.now):
-                self._waiting.remove(sequence)
-                self._unprotect_hit(sequence)
+            if self._wait_for_prefix(sequence, match, step.now) or self._is_held(sequence, match, step.now):
                 continue
             if self._admit_to_load(step, sequence, match):
                 continue
@@ -434,6 +429,18 @@ class Scheduler:
                 return
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
+
+    def _is_held(self, sequence: Sequence, match: Match, now: float) -> bool:
+        """Holds a request whose session has no place in memory, while others run."""
+        if self._gate is None or not self._running or not self._gate.holds(sequence, match, now):
+            return False
+        self._waiting.remove(sequence)
+        self._unprotect_hit(sequence)
+        return True
+
+    def _admit_held(self, gate: Gate, now: float) -> None:
+        for sequence in gate.admit(now, is_idle=not self._running and not self._waiting):
+            self._put_back(sequence)
 
     def _ask_for_rows(
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None

@@ -161,11 +161,6 @@ class Sequence:
             case Waiting() | Preempted() | Ended():
                 return Phase.QUEUED
 
-    @property
-    def is_waiting(self) -> bool:
-        """True in the queue, before its first admission."""
-        return self.admitted_at is None and not isinstance(self.state, Ended)
-
     def did_not_load(self) -> None:
         """Records that the sequence computes its prefix although a load was chosen."""
         if self.load_choice is not None:

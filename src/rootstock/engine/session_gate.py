@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,15 @@ from rootstock.cache.lease import Match
 from rootstock.cache.retention.working_set import Demand, SessionMemory
 from rootstock.engine.parts import Part
 from rootstock.engine.request import Request
-from rootstock.engine.sequence import Held, Sequence, Waiting
+from rootstock.engine.sequence import Ended, Held, Sequence, Waiting
 from rootstock.engine.stats import SessionStats
 from rootstock.errors import SessionsFull
 
 log = logging.getLogger(__name__)
 
 OVERCOMMIT = 1.5  # of the memory that sessions may keep: most sessions pause most of the time
+ADMISSIONS = ("room", "idle", "overdue")  # reasons
+HIT_RATES = (0.95, 0.9, 0.8, 0.5, 0.0)  # at least, in the statistics
 CALM_S = 60.0  # without a held request of an active session: from then on, others become active
 
 
@@ -40,19 +42,22 @@ class HeldRequest:
     demand: Demand
     since: float
 
+    @property
+    def is_entering(self) -> bool:
+        """True between its admission here and by the cache."""
+        return self.sequence.admitted_at is None and not isinstance(self.sequence.state, Ended)
+
 
 class SessionGate(Part):
     """The gate of requests whose sessions have no place in memory. Owned by the engine's thread."""
 
-    def __init__(
-        self, cache: KVCache, most_wait_s: float, most_held: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, cache: KVCache, most_wait_s: float, most_held: int) -> None:
         """Holds at most `most_held` requests, each for `most_wait_s` at most."""
         self._cache = cache
         self._most_wait_s = most_wait_s
         self._most_held = most_held
-        self._clock = clock
         self._held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
+        self._tenants = Counter[str]()  # held requests by tenant
         self._entering: list[HeldRequest] = []  # admitted here, and not yet by the cache
         self._contended_at: float | None = None  # when a request of an active session was held last
         self._counts = Counter[str]()  # held requests by the reason of their admission
@@ -70,6 +75,10 @@ class SessionGate(Part):
         """Raises SessionsFull for a request of a session if too many are held. From any thread."""
         if len(self._held) >= self._most_held and _session_of(request) is not None:
             raise SessionsFull(self._most_held, self._most_wait_s)
+
+    def held_before(self, request: Request) -> int:
+        """Returns how many requests of the request's tenant are held, if it names a session. From any thread."""
+        return self._tenants.get(request.hints.tenant, 0) if _session_of(request) and request.hints else 0
 
     def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
         """Decides whether to hold a request, while others run. It is held once at most."""
@@ -91,6 +100,7 @@ class SessionGate(Part):
             return False
         sequence.state, sequence.held_at = Held(), now
         self._held[sequence] = held
+        self._tenants[demand.tenant] += 1
         log.info(
             "a request is held until its session has a place in memory: %d are held",
             len(self._held),
@@ -118,7 +128,7 @@ class SessionGate(Part):
         return admitted
 
     def _admit(self, held: HeldRequest, now: float, reason: str) -> Sequence:
-        del self._held[held.sequence]
+        self.remove(held.sequence)
         self._entering.append(held)
         held.sequence.state, held.sequence.held_s = Waiting(), now - held.since
         self._counts[reason] += 1
@@ -128,7 +138,7 @@ class SessionGate(Part):
     def _memory(self) -> SessionMemory:
         """Adds up the memory of the sessions that go on, and of those that are about to."""
         memory = self._cache.working_set.memory()
-        self._entering = [held for held in self._entering if held.sequence.is_waiting]
+        self._entering = [held for held in self._entering if held.is_entering]
         for held in self._entering:
             memory.expected[held.demand.tenant] += held.demand.size_bytes
         return memory
@@ -159,22 +169,38 @@ class SessionGate(Part):
             or memory.active_bytes + demand.size_bytes <= OVERCOMMIT * budget_bytes
         )
 
+    def held_of(self, tenant: str, session: str) -> int:
+        """Counts the held requests of a session."""
+        asked = (tenant, session)
+        return sum(
+            hints is not None and (hints.tenant, hints.session) == asked
+            for hints in (sequence.request.hints for sequence in self._held)
+        )
+
     def remove(self, sequence: Sequence) -> None:
-        """Drops a held request that ends early."""
-        del self._held[sequence]
+        """Takes a held request out."""
+        held = self._held.pop(sequence)
+        self._tenants[held.demand.tenant] -= 1
+        if not self._tenants[held.demand.tenant]:
+            del self._tenants[held.demand.tenant]
 
     def clear(self) -> None:
         """Drops every held request."""
         self._held.clear()
+        self._tenants.clear()
         self._entering.clear()
 
     def stats(self) -> Mapping[str, Any]:
-        working_set, now = self._cache.working_set, self._clock()
-        memory, known = working_set.memory(), working_set.sessions(None)
+        working_set = self._cache.working_set
+        memory, known = working_set.memory(), working_set.sessions()
+        by_hit_rate = dict.fromkeys(map(str, HIT_RATES), 0)
+        for session in known:
+            by_hit_rate[str(next(rate for rate in HIT_RATES if session.hit_rate >= rate))] += 1
         return {
             "sessions": SessionStats(
                 known=len(known),
-                active=sum(session.is_active(now) for session in known),
+                active=sum(session.is_active for session in known),
+                by_hit_rate=by_hit_rate,
                 expected_bytes=memory.expected_bytes,
                 active_bytes=memory.active_bytes,
                 budget_bytes=working_set.budget_bytes,

@@ -87,6 +87,7 @@ class SessionStats:
 
     known: int
     active: int
+    by_hit_rate: dict[str, int]  # known sessions by the part of their prompts that was found, in steps
     expected_bytes: int  # of the working set: of sessions whose requests run or are expected soon
     active_bytes: int
     budget_bytes: int  # that sessions may keep

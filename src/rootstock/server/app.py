@@ -29,7 +29,7 @@ from rootstock.server.access.guard import (
 from rootstock.server.access.login_sessions import LoginSessions
 from rootstock.server.access.rate_limits import LIMIT_HEADERS
 from rootstock.server.access.rules import AccessRules
-from rootstock.server.answers.event_stream import Answerer
+from rootstock.server.answers.event_stream import HELD_HEADER, Answerer
 from rootstock.server.answers.prompt_bodies import Prompts
 from rootstock.server.formats.anthropic.routes import anthropic_api
 from rootstock.server.formats.ollama.routes import ollama_api
@@ -111,6 +111,7 @@ def create_app(
                 "Retry-After",
                 MAX_TOKENS_HEADER,
                 REQUEST_ID_HEADER,
+                HELD_HEADER,
                 ANTHROPIC_ID_HEADER,
                 *LIMIT_HEADERS,
             ),

@@ -107,6 +107,7 @@ class RequestInfo:
                 "completion_tokens": self.usage.completion_tokens,
                 "finish": ",".join(dict.fromkeys(end.reason for end in self.ends)),
                 "queue_s": round(first.queued_s, 6),
+                **({"held_s": round(first.held_s, 6)} if first.held_s else {}),
                 "loading_s": round(first.loading_s, 6),
                 "ttft_s": round(first.ttft_s, 6),
                 "total_s": round(first.total_s, 6),

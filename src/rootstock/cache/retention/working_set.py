@@ -29,6 +29,27 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionReport:
+    """A session as it is seen at one moment."""
+
+    tenant: str
+    name: str
+    running: int  # requests
+    is_expected: bool  # it is in the working set
+    is_active: bool
+    idle_s: float  # since its last request ended; 0: one runs, or was preempted just now
+    expected_pause_s: float  # after its last request
+    size_bytes: int  # of the part of the cache that it alone uses
+    requests: int
+    prompt_tokens: int  # of all its requests
+    hit_tokens: int  # of these
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionMemory:
     """The memory that sessions need."""
 
@@ -96,6 +117,23 @@ class WorkingSet:
         if active:
             min(active)[2].active_since = None
 
-    def sessions(self, tenant: str | None) -> list[CacheSession]:
-        """Returns the known sessions of a tenant, or all, the one used longest ago first."""
-        return self._sessions.of(tenant)
+    def sessions(self, tenant: str | None = None) -> list[SessionReport]:
+        """Describes the known sessions of a tenant, or all; of a tenant, the one used longest ago first."""
+        now = self._clock()
+        return [_report(session, now) for session in self._sessions.of(tenant)]
+
+
+def _report(session: CacheSession, now: float) -> SessionReport:
+    return SessionReport(
+        session.tenant,
+        session.name,
+        session.running,
+        session.is_expected(now),
+        session.is_active(now),
+        0.0 if session.running else max(0.0, now - session.left_at),
+        0.0 if session.pause is None else session.pause.mean_s,
+        session.size_bytes,
+        session.requests,
+        session.prompt_tokens,
+        session.hit_tokens,
+    )

@@ -32,6 +32,8 @@ from rootstock.server.wire.json_pieces import CHUNK_CHARACTERS, in_chunks, json_
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.02  # between two chunks of a large answer
+# Header of an answer: how many requests of its tenant are held for their session's place in memory as it begins.
+HELD_HEADER = "X-Rootstock-Held-Requests"
 LONG_ANSWER_CHARS = 2_048  # from this length on, an answer is not encoded on the event loop
 
 Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the last text
@@ -81,11 +83,13 @@ class Answerer:
                 info.asked_model = (asked or "")[:MAX_NAME_CHARS]
                 # One switch to another thread, not two.
                 call = await self._models.queue.run(request, lambda: begin(use.model))
+                held = use.model.engine.held_before(call.requests[0])
+                headers = {**call.headers, HELD_HEADER: str(held)} if held else call.headers
                 if call.stream:
                     stream = partial(self._stream, call, generation, info)
-                    return EventStream(generation, stream, call.headers)
+                    return EventStream(generation, stream, headers)
                 generation.watch(request.receive)
-                answer = await self._whole(call, generation, info)
+                answer = await self._whole(call, generation, info, headers)
             except BaseException:
                 generation.close()
                 raise
@@ -99,7 +103,9 @@ class Answerer:
             info.disconnected()
             raise
 
-    async def _whole(self, call: ApiCall, generation: Generation, info: RequestInfo) -> Response:
+    async def _whole(
+        self, call: ApiCall, generation: Generation, info: RequestInfo, headers: Mapping[str, str]
+    ) -> Response:
         histories = [ChoiceHistory() for _ in call.requests]
         while events := await generation.next():
             for index, event in events:
@@ -112,7 +118,7 @@ class Answerer:
         # Parsing the calls of a long answer takes up to a microsecond per character.
         is_long = sum(history.chars for history in histories) >= LONG_ANSWER_CHARS
         return await self.respond(
-            lambda: call.format.whole(histories, usage), is_long=is_long, headers=call.headers
+            lambda: call.format.whole(histories, usage), is_long=is_long, headers=headers
         )
 
     async def respond(

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.embedding import EmbeddingStats
 from rootstock.engine.idle.prefills import IdleStats
+from rootstock.engine.session_gate import ADMISSIONS
 from rootstock.engine.stats import EngineStats, StepCounters
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
@@ -312,6 +313,22 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
         _add_tier(stats.tier, gauge, gauges, counter, counts)
     if stats.idle is not None:
         _add_idle(families, stats.idle, cache, labels)
+    if stats.sessions is not None:
+        sessions = stats.sessions
+        of = {"known": sessions.known, "active": sessions.active}
+        gauges("sessions", "Sessions of requests", "state", of)
+        help = "Known sessions by the part of their prompts that was found, at least"
+        gauges("sessions_by_hit_rate", help, "hit_rate", sessions.by_hit_rate)
+        needed = {
+            "expected": sessions.expected_bytes,
+            "active": sessions.active_bytes,
+            "budget": sessions.budget_bytes,
+        }
+        gauges("session_bytes", "Memory that sessions need for themselves", "of", needed)
+        admitted = dict.fromkeys(ADMISSIONS, 0) | sessions.admitted
+        help = "Requests that were held for their session's place in memory, by the reason of their admission"
+        counts("held_requests", help, "admitted", admitted)
+        counter("held_seconds", "Time for which these requests were held", sessions.held_s)
     if stats.memory is not None:
         memory = stats.memory
         gauge("memory_limit_bytes", "Memory that the process may take", memory.limit_bytes)

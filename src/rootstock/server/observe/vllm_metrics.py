@@ -63,7 +63,7 @@ def add_vllm_engine(
         families.counter(f"vllm:{name}", help, count, labels)
 
     # A request that waits for a load from a tier is not running in vLLM's words.
-    deferred = phases[Phase.WAITING_FOR_PREFIX] + phases[Phase.LOADING]
+    deferred = phases[Phase.HELD] + phases[Phase.WAITING_FOR_PREFIX] + phases[Phase.LOADING]
     _add_open_requests(families, running, queued, deferred, labels)
     live_bytes = sum(family.live_rows * family.row_bytes for family in cache.families)
     help = "Share of the KV cache that running requests use, from 0 to 1"

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from rootstock.cache.retention.working_set import SessionReport
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
@@ -23,10 +24,12 @@ from rootstock.server.http.errors import documented_errors, error_body, error_re
 from rootstock.server.http.request_bodies import StateRoute
 from rootstock.server.models.model_slots import ModelSlot, ModelSlots
 from rootstock.server.models.registry import ModelRegistry
+from rootstock.server.routes.pin_routes import owner_of_pins
 from rootstock.server.wire.fields import ClosedWire, default_if_null
 from rootstock.text.prompts.explained import volatile_in_words
 from rootstock.text.tokenizer import ModelTokenizer
 
+MAX_LISTED_SESSIONS = 1000
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
 VOLATILE_EXAMPLE_CHARS = 200
 
@@ -87,6 +90,24 @@ def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
             ],
         }
 
+    @router.get("/sessions", responses=documented_errors(401, 403))
+    def sessions(request: Request, sender: SentBy) -> dict[str, Any]:
+        """Lists the sessions of the tenant, the latest first. The operator sees the sessions of all tenants."""
+        owner = owner_of_pins(request, sender, config)
+        listed = [
+            (one, session, held)
+            for one, found in models.ask_loaded(lambda model: model.engine.sessions(owner))
+            for session, held in found
+        ]
+        listed.sort(key=lambda each: each[1].idle_s)
+        return {
+            "sessions": [
+                _session(session, held) | ({"model": one.name} if models.are_several else {})
+                for one, session, held in listed[:MAX_LISTED_SESSIONS]
+            ],
+            "known": len(listed),
+        }
+
     @router.post("/clear", responses=documented_errors(404, 409, 415, 429))
     def clear(request: Request, sender: SentBy, body: ClearRequest | None = None) -> Response:
         """Removes cached prefixes: of one salt, public heads, or all; of one model or all; of one tier or all."""
@@ -135,6 +156,32 @@ def _cleared(
     if failure is None:
         return JSONResponse(asdict(whole) | {"models": told})
     return error_response(failure, lambda error: error_body(error) | {"models": told})
+
+
+def _session(session: SessionReport, held: int) -> dict[str, Any]:
+    state = "idle"
+    if held:
+        state = "held"
+    elif session.running:
+        state = "running"
+    elif session.is_expected:
+        state = "expected"
+    elif session.is_active:
+        state = "active"
+    return {
+        "session": session.name,
+        "tenant": session.tenant,
+        "state": state,
+        "running": session.running,
+        "held": held,
+        "idle_s": round(session.idle_s, 3),
+        "expected_pause_s": round(session.expected_pause_s, 3),
+        "bytes": session.size_bytes,
+        "requests": session.requests,
+        "prompt_tokens": session.prompt_tokens,
+        "cached_tokens": session.hit_tokens,
+        "hit_rate": round(session.hit_rate, 4),
+    }
 
 
 def _stats_of(model: ServedModel) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import { byId, confirmed, el, fill, legend, table, toast } from "./dom.js";
 import { nowOf } from "./feed.js";
 import { count, duration, short } from "./format.js";
 
-const PHASES = [["queued", "queued"], ["waiting_for_prefix", "waiting for a prefix"], ["loading", "loading"], ["prefill", "prefill"], ["decode", "decode"]];
+const PHASES = [["queued", "queued"], ["held", "held for memory"], ["waiting_for_prefix", "waiting for a prefix"], ["loading", "loading"], ["prefill", "prefill"], ["decode", "decode"]];
 const NAMES = Object.fromEntries(PHASES);
 const MOST = 60;
 
