@@ -244,6 +244,7 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/cache/pin/responses"): _posted("/v1/cache/pin/responses", _RESPONSE),
     ("POST", "/v1/cache/release"): _posted("/v1/cache/release", _body(id=st.just("pin-unknown"))),
     ("GET", "/v1/cache/pins"): _plain("/v1/cache/pins"),
+    ("GET", "/v1/cache/sessions"): _plain("/v1/cache/sessions"),
     ("GET", "/health"): _plain("/health"),
     ("GET", "/livez"): _plain("/livez"),
     ("GET", "/readyz"): _plain("/readyz"),
@@ -267,6 +268,7 @@ OTHER_BODIES: Mapping[str, Json] = {
 ROUTES = {
     **ROUTES,
     ("GET", "/v1/cache/pins"): _plain("/v1/cache/pins"),
+    ("GET", "/v1/cache/sessions"): _plain("/v1/cache/sessions"),
     **{
         # Warming is off: its time depends on the other requests, which its answer is allowed to tell.
         ("POST", f"/v1/cache/{name}{path}"): _posted(f"/v1/cache/{name}{path}", bodies)
@@ -443,7 +445,9 @@ class Answer:
 def _told(text: str) -> str:
     """Removes ids and times from an answer."""
     text = re.sub(r"""(["'])[a-z]+[_-][0-9a-f]{24,}(_\d+|i\d+)?\1""", '"id"', text)
-    times = "created|created_at|completed_at|modified_at|last_seen_s_ago|[a-z_]+_duration"
+    times = (
+        "created|created_at|completed_at|modified_at|last_seen_s_ago|idle_s|expected_pause_s|[a-z_]+_duration"
+    )
     return re.sub(rf'"({times})": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
 
 

@@ -104,6 +104,7 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
         Ask("POST", "/dashboard/login"),
         Ask("POST", "/dashboard/logout"),
         Ask("GET", "/v1/cache/pins"),
+        Ask("GET", "/v1/cache/sessions"),
         Ask("POST", "/v1/cache/clear", body={}),
     ]
     assert {(ask.method, ask.route) for ask in asks} == set(ROUTES)

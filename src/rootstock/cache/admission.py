@@ -149,6 +149,11 @@ class Admission:
         loaded = self._none_loaded if tier_hit is None else self._loaded_windows(tier_hit)
         return self._rows_needed(self._new_blocks(match, hit), hit, loaded, 0)
 
+    def has_rows(self, match: Match) -> bool:
+        """Returns whether the rows of a prompt are free, or can be evicted beside its hit."""
+        hit = self._hit(match)
+        return self._pools.can_allocate(self._idle_rows(match, hit, None), self._cached_rows(hit))
+
     def make_idle_room(self, match: Match, tier_hit: TierHit | None) -> bool:
         """Evicts entries that rank below idle work until the rows of a prompt are free. Keeps the prompt's hit.
 

@@ -373,6 +373,10 @@ class KVCache:
         """Returns whether the rows of a prompt are free without an eviction."""
         return self._admission.has_free_rows(match, tier_hit)
 
+    def has_rows(self, match: Match) -> bool:
+        """Returns whether the rows of a prompt are free, or can be evicted."""
+        return self._admission.has_rows(match)
+
     def unasked_tokens(self, namespace: Namespace) -> int:
         """Returns how many tokens of idle work a namespace has that no request has used."""
         return self.tree.unasked_tokens[namespace]

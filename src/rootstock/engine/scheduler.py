@@ -91,7 +91,7 @@ class Gate(Protocol):
         """Decides whether to hold a request, while others run."""
         ...
 
-    def admit(self, now: float, *, is_idle: bool) -> list[Sequence]:
+    def admit(self, now: float, *, is_idle: bool, others_wait: bool) -> list[Sequence]:
         """Takes out the requests that are held no longer: at least one if nothing else runs or waits."""
         ...
 
@@ -276,7 +276,8 @@ class Scheduler:
         """Plans the next step, in this order:
 
         1. Decodes: one token for each decoding sequence.
-        2. Running prefills, first come first served, each the next chunk within the token budget.
+        2. Running prefills, first come first served, each the next chunk within the token budget. While a long one
+           runs, prompts with few tokens left may have half of the budget before it: most turns of agents are short.
         3. Admissions from the queue, first come first served, while the batch and the budget have room. A request
            waits if a running one is computing more of its prefix. It is loaded if a tier holds more of its prefix
            and loading is faster than computing. Otherwise its first chunk is computed in this step.
@@ -294,6 +295,7 @@ class Scheduler:
         if not is_alone:
             self._protect_hits_of_queued()
         self._schedule_decodes(step)
+        self._schedule_short_prompts(step)
         self._schedule_prefills(step)
         self._admit(step)
         if is_alone:
@@ -334,10 +336,29 @@ class Scheduler:
     def _idle_budget(self) -> int:
         return self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
 
-    def _schedule_prefills(self, step: _Step) -> None:
+    def _schedule_short_prompts(self, step: _Step) -> None:
+        """Schedules prompts that half of the budget computes to their end, if another one would take all of it."""
+        first = next((each.state for each in self._running if isinstance(each.state, Prefilling)), None)
+        if (
+            first is None
+            or _left(first.lease) <= step.budget
+            or not (self._waiting or len(self._running) > 1)
+        ):
+            return
+        kept = step.budget - step.budget // 2
+        step.budget -= kept
+        self._schedule_prefills(step, step.budget)
+        self._admit(step, step.budget)
+        step.budget += kept
+
+    def _schedule_prefills(self, step: _Step, most_left: int | None = None) -> None:
+        """Schedules the running prefills, or those that have at most `most_left` tokens left."""
+        done = {item.sequence for item in step.scheduled}
         for sequence in list(self._running):
             # An earlier sequence may have preempted this one.
-            if isinstance(sequence.state, Prefilling) and step.budget > 0:
+            if not isinstance(sequence.state, Prefilling) or step.budget <= 0 or sequence in done:
+                continue
+            if most_left is None or _left(sequence.state.lease) <= most_left:
                 self._prefill(step, sequence, sequence.state.lease)
         step.without_preempted()
 
@@ -396,8 +417,10 @@ class Scheduler:
         size = size_of(step.scheduled)
         return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
 
-    def _admit(self, step: _Step) -> None:
-        for sequence in list(self._waiting):
+    def _admit(self, step: _Step, most_missed: int | None = None) -> None:
+        """Admits from the queue: all, or of the first ones those that miss at most `most_missed` tokens."""
+        waiting = itertools.islice(self._waiting, None if most_missed is None else PROTECTED_REQUESTS)
+        for sequence in list(waiting):
             if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
                 return
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
@@ -407,6 +430,8 @@ class Scheduler:
                 sequence.was_held_for_memory = True
                 return
             match = self._match(sequence)
+            if most_missed is not None and len(match.tokens) - match.length > most_missed:
+                continue
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match, step.now) or self._is_held(sequence, match, step.now):
@@ -439,8 +464,7 @@ class Scheduler:
         return True
 
     def _admit_held(self, gate: Gate, now: float) -> None:
-        for sequence in gate.admit(now, is_idle=not self._running and not self._waiting):
-            self._put_back(sequence)
+        self._waiting.extend(gate.admit(now, is_idle=not self._running, others_wait=bool(self._waiting)))
 
     def _ask_for_rows(
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None
@@ -695,6 +719,10 @@ def size_of(scheduled: list[ScheduledSequence]) -> StepSize:
             prefill_tokens += new
             prefill_attended += attended_positions(past, past + new)
     return StepSize(prefill_tokens, prefill_attended, decode_tokens, decode_attended)
+
+
+def _left(lease: Lease) -> int:
+    return lease.num_tokens - lease.num_computed_tokens
 
 
 def _up_to_checkpoint(item: ScheduledSequence) -> ScheduledSequence:

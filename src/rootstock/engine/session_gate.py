@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 OVERCOMMIT = 1.5  # of the memory that sessions may keep: most sessions pause most of the time
 ADMISSIONS = ("room", "idle", "overdue")  # reasons
+ROTATION = (
+    0.1  # last part of the longest wait, in which a request enters as soon as another session gave its rows
+)
 HIT_RATES = (0.95, 0.9, 0.8, 0.5, 0.0)  # at least, in the statistics
 CALM_S = 60.0  # without a held request of an active session: from then on, others become active
 
@@ -59,6 +62,7 @@ class SessionGate(Part):
         self._held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
         self._tenants = Counter[str]()  # held requests by tenant
         self._entering: list[HeldRequest] = []  # admitted here, and not yet by the cache
+        self._rotated_for: HeldRequest | None = None
         self._contended_at: float | None = None  # when a request of an active session was held last
         self._counts = Counter[str]()  # held requests by the reason of their admission
         self._held_s = 0.0  # in all, of those that were admitted
@@ -108,24 +112,29 @@ class SessionGate(Part):
         )
         return True
 
-    def admit(self, now: float, *, is_idle: bool) -> list[Sequence]:
-        """Takes out the requests that are held no longer. `is_idle`: nothing else runs or waits."""
-        admitted = [
-            self._admit(held, now, "overdue")
-            for held in list(self._held.values())
-            if held.since + self._most_wait_s <= now
-        ]
-        for _ in admitted:
+    def admit(self, now: float, *, is_idle: bool, others_wait: bool) -> list[Sequence]:
+        """Takes out the requests that are held no longer. `is_idle`: nothing runs. `others_wait`: for admission."""
+        self._note_contention(now)
+        memory = self._memory()
+        first = self._first(self._held.values(), memory)
+        if not others_wait and (is_idle or (self._fits(first.demand, memory, now) and self._has_rows(first))):
+            return [self._admit(first, now, "idle" if is_idle else "room")]
+        # One enters after the other: many at once would delay all others, and none of them would be faster.
+        oldest = next(iter(self._held.values()))
+        if self._entering or now - oldest.since < (1 - ROTATION) * self._most_wait_s:
+            return []
+        if self._rotated_for is not oldest:
             self._cache.working_set.rotate()
-        if self._held:
-            self._note_contention(now)
-            memory = self._memory()
-            first = self._first(self._held.values(), memory)
-            if self._fits(first.demand, memory, now):
-                admitted.append(self._admit(first, now, "room"))
-            elif is_idle and not admitted:
-                admitted.append(self._admit(first, now, "idle"))
-        return admitted
+            self._rotated_for = oldest
+        if self._has_rows(oldest) or now - oldest.since >= self._most_wait_s:
+            return [self._admit(oldest, now, "overdue")]
+        return []
+
+    def _has_rows(self, held: HeldRequest) -> bool:
+        """Returns whether a held request would run at once, instead of making others wait for its rows."""
+        scope = held.sequence.scope
+        match = self._cache.match(held.sequence.tokens, scope.namespace, public_tokens=scope.public_tokens)
+        return self._cache.has_rows(match)
 
     def _admit(self, held: HeldRequest, now: float, reason: str) -> Sequence:
         self.remove(held.sequence)

@@ -1,0 +1,100 @@
+"""`GET /v1/cache/sessions`, and what an operator and a client see of requests that are held."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rootstock.config import EngineConfig, ServerConfig
+from server.conftest import Served
+from server.held import Held
+from waiting import wait_until
+
+SESSIONS = "/v1/cache/sessions"
+
+
+def key(value: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {value}"}
+
+
+def turn(
+    served: Served, session: str, text: str, headers: dict[str, str] | None = None, tokens: int = 2
+) -> Any:
+    body = {"prompt": text, "max_tokens": tokens, "temperature": 0}
+    answer = served.client.post(
+        "/v1/completions", json=body, headers={"X-Session-ID": session, **(headers or {})}
+    )
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_a_session_is_listed_with_its_requests_and_hits(serve: Any) -> None:
+    with serve() as served:
+        assert served.client.get(SESSIONS).json() == {"sessions": [], "known": 0}
+        turn(served, "one", "a prompt of some length")
+        turn(served, "one", "a prompt of some length, and more")
+        turn(served, "two", "another prompt")
+        listed = served.client.get(SESSIONS).json()
+        assert [each["session"] for each in listed["sessions"]] == ["two", "one"]
+        one = listed["sessions"][1]
+        assert (one["requests"], one["running"], one["held"]) == (2, 0, 0)
+        assert one["state"] == "expected"
+        assert one["prompt_tokens"] == 56
+        assert one["cached_tokens"] == 23
+        assert one["hit_rate"] == pytest.approx(23 / 56, abs=1e-4)
+        assert one["bytes"] > 0
+        assert served.metric("rootstock_sessions", state="known") == 2
+
+
+@pytest.mark.behaviour(9)
+def test_a_tenant_sees_its_own_sessions_only(serve: Any) -> None:
+    config = ServerConfig(tenant_keys={"key-of-a": "a", "key-of-b": "b"}, admin_key="admin")
+    with serve(server=config) as served:
+        turn(served, "of a", "a prompt", key("key-of-a"))
+        turn(served, "of b", "a prompt", key("key-of-b"))
+
+        def names(value: str) -> set[str]:
+            listed = served.client.get(SESSIONS, headers=key(value)).json()["sessions"]
+            return {each["session"] for each in listed}
+
+        assert names("key-of-a") == {"of a"}
+        assert names("key-of-b") == {"of b"}
+        assert names("admin") == {"of a", "of b"}
+
+
+@pytest.mark.behaviour(51)
+def test_a_held_request_is_seen_in_the_list_the_metrics_and_a_header(serve: Any) -> None:
+    prompts = {name: f"{name} " * 80 for name in ("aa", "bb", "cc", "dd")}
+    forwards = Held()
+    with serve(EngineConfig(idle_work=False), blocks=80, fault=forwards) as served:
+        forwards.let_go()
+        for name in ("aa", "bb"):
+            turn(served, name, prompts[name])
+        forwards.hold()
+        answers: dict[str, Any] = {}
+
+        def ask(name: str, tokens: int) -> threading.Thread:
+            def run() -> None:
+                answers[name] = turn(served, name, prompts[name], tokens=tokens)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        threads = [ask("aa", 300)]
+        wait_until(lambda: served.assembly.engine.scheduler.running == 1)
+        for number, name in enumerate(("cc", "dd"), start=1):
+            threads.append(ask(name, 2))
+            wait_until(lambda number=number: served.metric("rootstock_engine_phases", phase="held") == number)
+        states = {each["session"]: each["state"] for each in served.client.get(SESSIONS).json()["sessions"]}
+        assert states == {"aa": "running", "bb": "expected"}
+        forwards.let_go()
+        for thread in threads:
+            thread.join(60)
+        assert "X-Rootstock-Held-Requests" not in answers["aa"].headers
+        assert answers["dd"].headers["X-Rootstock-Held-Requests"] in ("1", "2")
+        assert served.metric("rootstock_held_requests_total") == 2
+        assert served.metric("rootstock_held_seconds_total") > 0
+        served.settled()
