@@ -63,6 +63,7 @@ class Turn:
     session: str
     system_blocks: int  # of the prompt, that other conversations begin with, too
     user_blocks: int  # of the prompt, up to the end of the last turn of a user
+    ends: bool  # its answer calls no tool
 
 
 class Trace:
@@ -73,7 +74,7 @@ class Trace:
             self.block = int(json.loads(bytes(stored["meta"]).decode())["block_tokens"])
             gaps = stored["pgap"].astype(np.int64)
             parent = np.where(gaps == 0, -1, np.arange(len(gaps)) - gaps)
-            columns = {name: stored[name][:most] for name in ("t_ms", "leaf", "conv", "sub", "kind")}
+            columns = {name: stored[name][:most] for name in ("t_ms", "leaf", "conv", "sub", "kind", "stop")}
         paths = [_path(parent, int(leaf)) for leaf in columns["leaf"]]
         self.turns: list[Turn] = []
         self.blocks = len(set(np.concatenate(paths).tolist()))
@@ -90,7 +91,8 @@ class Trace:
                 user = 0
             at_s = columns["t_ms"][i] / 1000 + i * 1e-6
             system = int(heads[blocks].sum())
-            self.turns.append(Turn(at_s, blocks, "{}/{}".format(*thread), system, user))
+            ends = bool(columns["stop"][i] == 2)
+            self.turns.append(Turn(at_s, blocks, "{}/{}".format(*thread), system, user, ends))
             for block in blocks.tolist():
                 self.used.setdefault(block, []).append(at_s)
 
@@ -196,6 +198,8 @@ def replay(trace: Trace, state_mb: int, part: float, policy: str) -> tuple[float
             end = lease.next_checkpoint_position or len(tokens)
             cache.commit(lease, tokens[lease.num_computed_tokens : end])
         cache.release(lease, ReleaseReason.FINISHED)
+        if turn.ends and policy in ("plain", "agents"):
+            cache.end_turn(tokens, NAMESPACE)
         cache.compare_diverged()
     return round(100 * hit / asked, 2), (asked - hit) * trace.block // UNIT
 

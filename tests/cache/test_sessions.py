@@ -317,3 +317,39 @@ def test_the_number_of_all_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         True,
     ]
     assert all(sessions.find("new", str(number)) for number in range(4))
+
+
+@pytest.mark.behaviour(27)
+@pytest.mark.parametrize("hinted", [True, False], ids=["with hints", "without"])
+def test_a_conversation_whose_answer_calls_no_tool_is_evicted_before_one_that_goes_on(hinted: bool) -> None:
+    clock = Clock()
+    cache = make(clock, 20)
+    for number, name in enumerate(("calls", "answers"), start=1):
+        clock.now += 1
+        run(cache, turn(number, 24), hints=of_session(name) if hinted else None)
+    cache.end_turn(turn(2, 24), NAMESPACE)
+    clock.now += 1
+    run(cache, turn(9, 40))
+    assert hit(cache, turn(1, 25)) > hit(cache, turn(2, 25))
+    cache.check()
+
+
+@pytest.mark.behaviour(27)
+def test_a_conversation_that_goes_on_after_its_answer_is_an_ordinary_one() -> None:
+    clock = Clock()
+    cache = make(clock, 40)
+    run(cache, turn(1, 24))
+    cache.end_turn(turn(1, 24), NAMESPACE)
+    assert [node.grant is not None for node in nodes(cache)] == [True]
+    run(cache, turn(1, 28))
+    assert not any(node.grant for node in nodes(cache))
+
+
+@pytest.mark.behaviour(27)
+def test_the_end_of_a_turn_changes_nothing_where_a_prompt_has_several_answers_or_is_gone() -> None:
+    cache = make(Clock(), 40)
+    for end in (1, 2):
+        run(cache, np.append(turn(1, 16), [end, end]).astype(np.int32))
+    cache.end_turn(turn(1, 16), NAMESPACE)
+    cache.end_turn(turn(5, 16), NAMESPACE)
+    assert not any(node.grant for node in nodes(cache))

@@ -174,10 +174,10 @@ def test_no_request_is_held_longer_than_its_bound() -> None:
     running = full(agents, "a", "b")
     held = agents.ask("c")
     agents.step()
-    agents.now += 9.9
+    agents.now += 8.9
     agents.step()
     assert agents.is_held(held)
-    agents.now += 0.1
+    agents.now += 1.1
     agents.step()
     assert agents.stats.admitted == {"overdue": 1}
     agents.run(running, held)

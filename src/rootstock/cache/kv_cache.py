@@ -552,6 +552,20 @@ class KVCache:
             self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 
+    def end_turn(self, prompt: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> None:
+        """Notes that the answer to a prompt calls no tool: a person has to continue the conversation.
+
+        Its end is evicted before others, until it is used again. Without effect if the prompt has several answers.
+        """
+        reached = self.tree.find(prompt, Scope(namespace, public_tokens))
+        if reached is None or reached[1] < len(prompt):
+            return
+        leaf = reached[0]
+        while len(leaf.children) == 1:
+            (leaf,) = leaf.children.values()
+        if not leaf.children:
+            self._retainer.end_turn(leaf)
+
     def discard(self, lease: Lease) -> None:
         """Ends a lease whose rows cannot be trusted: publishes nothing, and removes its published tokens and
         checkpoints.

@@ -318,6 +318,13 @@ class Engine:
     def no_call_after_events(self, function: Callable[[], None]) -> None:
         self._requests.no_call_after_events(function)
 
+    def end_turn(self, prompt: Tokens, salt: str = "", adapter: str = "") -> None:
+        """Notes that the answer to a prompt calls no tool, so that a person has to continue. Does not wait."""
+        scope = self.scope(prompt, self.namespace(salt, adapter))
+        self.run_soon(
+            lambda: self._cache.end_turn(prompt, scope.namespace, public_tokens=scope.public_tokens)
+        )
+
     def abort(self, request: RequestId) -> None:
         """Ends a request with `Aborted`, unless it has ended. Idempotent. Does not wait."""
         if request in self._requests:

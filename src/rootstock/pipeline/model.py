@@ -119,18 +119,27 @@ class PreparedChat(RenderedChat):
 
 
 class RememberingParser:
-    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them."""
+    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them.
 
-    def __init__(self, parser: DeltaParser, place: AnswerPlace) -> None:
+    `end_turn` is called at the end of an answer without a call, where tools could be called.
+    """
+
+    def __init__(
+        self, parser: DeltaParser, place: AnswerPlace, end_turn: Callable[[], None] | None = None
+    ) -> None:
         self._parser = parser
         self._place = place
+        self._end_turn = end_turn
         self._started: dict[int, CallStarted] = {}
 
     def push(self, text: str) -> list[Delta]:
         return self._noted(self._parser.push(text))
 
     def finish(self) -> list[Delta]:
-        return self._noted(self._parser.finish())
+        deltas = self._noted(self._parser.finish())
+        if self._end_turn is not None and not self._started:
+            self._end_turn()
+        return deltas
 
     def _noted(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -305,6 +314,7 @@ class ServedModel(PromptModel):
         new_parser: Callable[[], DeltaParser] = TextOnly
         if not is_text:
             new_parser = partial(OutputParser, output, tools, end)
+        end_turn = partial(self.engine.end_turn, prompt.tokens, owner.salt, self.adapter) if tools else None
         next_turn = None
         if self.next_turns is not None:
             chars = 4 * len(prompt.tokens) + sum(len(data) for _, data in rendered.sent)
@@ -316,7 +326,9 @@ class ServedModel(PromptModel):
             prompt,
             owner,
             self.name,
-            new_parser if is_text else lambda: CountingParser(RememberingParser(new_parser(), prompt.place)),
+            new_parser
+            if is_text
+            else lambda: CountingParser(RememberingParser(new_parser(), prompt.place, end_turn)),
             frozenset() if is_text else self.visible_tokens,
             constraint=constraint,
             dropped=rendered.dropped,

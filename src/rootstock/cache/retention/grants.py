@@ -15,8 +15,9 @@ from typing import Protocol
 from rootstock.cache.retention.hint_types import Keep
 
 # Priorities of grants that cost nothing. They are below all priorities of clients.
-ENDED_PRIORITY = -102  # the private part of a session that has ended
-OVERDRAWN_PRIORITY = -101  # the rest of a tenant whose share is full, while there are others
+ENDED_PRIORITY = -103  # the private part of a session that has ended
+OVERDRAWN_PRIORITY = -102  # the rest of a tenant whose share is full, while there are others
+ANSWERED_PRIORITY = -101  # the end of a conversation that its user has to continue
 
 Level = tuple[bool, int, int]  # (within its time to live, priority, nearness): lowest is given up first
 _NEARNESS_BASE = 1.5  # two expected times that differ by less than this factor count as equal

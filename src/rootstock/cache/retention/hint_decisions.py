@@ -16,8 +16,10 @@ from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
 from rootstock.cache.retention.grants import (
+    ANSWERED_PRIORITY,
     ENDED_PRIORITY,
     OVERDRAWN_PRIORITY,
+    OVERDUE,
     Claim,
     Grant,
     Level,
@@ -195,6 +197,25 @@ class Retainer:
         for node in (top, *walk(top)):
             if node.session == session and node.ref_count <= (node in own):
                 self._demote(node, ENDED_PRIORITY, replaces=True)
+
+    def end_turn(self, leaf: Node) -> None:
+        """Ranks the end of a conversation behind others: its last answer calls no tool, and a person has to go on.
+
+        What hints retain of it counts as overdue. Its session gives its place to sessions that wait for one.
+        """
+        session = self.sessions.get(leaf.session)
+        if session is not None:
+            session.yields_its_place = True
+        for node in leaf.path():
+            if isinstance(node, Root) or node.session != leaf.session or node.ref_count:
+                return
+            entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]
+            for entry in entries:
+                grant = entry.grant
+                if grant is None and node is leaf:
+                    self._tree.grant(entry, Grant.demotion(ANSWERED_PRIORITY))
+                elif grant is not None and grant.is_charged and grant.nearness > OVERDUE:
+                    self._tree.grant(entry, grant.overdue)
 
     def _demote(self, node: Node, priority: int, *, replaces: bool) -> None:
         entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]

@@ -107,7 +107,7 @@ class CacheSession:
     left_at: float = -math.inf  # when its last request ended, or was preempted
     pause: ExpectedPause | None = None  # after the last request
     active_since: float | None = None  # None: it is not active
-    has_lost_its_place: bool = False  # its prefix was evicted before the request that was expected
+    yields_its_place: bool = False  # its prefix was evicted, or its last answer calls no tool
     size_bytes: int = 0  # of the part of the cache that it alone uses
     tokens: int = 0  # of its last prompt and answer
     requests: int = 0
@@ -116,7 +116,7 @@ class CacheSession:
 
     def is_expected(self, now: float) -> bool:
         """Returns whether a request runs, or is expected so soon that the session keeps its place in memory."""
-        if self.running or self.has_lost_its_place or self.pause is None:
+        if self.running or self.yields_its_place or self.pause is None:
             return self.running > 0
         return now <= self.left_at + self.pause.soon_s
 
@@ -177,7 +177,7 @@ class SessionTable:
             session.idle_since = None
         session.ttl_s = ttl_s
         session.running += 1
-        session.has_lost_its_place = False
+        session.yields_its_place = False
         session.pause = self.expected(tenant, session)
         self._recent[session.id] = session
         return session

@@ -87,7 +87,7 @@ class WorkingSet:
         known = min(session.tokens, len(match.tokens))
         if session.running or (known and known - match.length <= SMALL_LOSS * known):
             return None
-        session.has_lost_its_place = True
+        session.yields_its_place = True
         return Demand(hints.tenant, max(size, session.size_bytes), session.is_active(now))
 
     def memory(self) -> SessionMemory:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rootstock.config import EngineConfig, ServerConfig
-from server.conftest import Served
+from server.conftest import Served, user
 from server.held import Held
+from text.prompts.chat_tokenizers import chat_tokenizer
 from waiting import wait_until
 
 SESSIONS = "/v1/cache/sessions"
@@ -98,3 +99,22 @@ def test_a_held_request_is_seen_in_the_list_the_metrics_and_a_header(serve: Any)
         assert served.metric("rootstock_held_requests_total") == 2
         assert served.metric("rootstock_held_seconds_total") > 0
         served.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_without_a_call_ends_its_turn(serve: Any, stream: bool) -> None:
+    """Its session is not expected back soon, unlike one that waits for a tool."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": nothing}}
+    with serve(tokenizer=chat_tokenizer("qwen3"), vocab_size=800) as served:
+        for session, fields in {
+            "calls": {"tools": [tool], "tool_choice": "required", "max_tokens": 200},
+            "answers": {"tools": [tool], "max_tokens": 5},
+            "has no tools": {"max_tokens": 5},
+        }.items():
+            body = {"messages": user(f"Which word {session}?"), "stream": stream, **fields}
+            headers = {"X-Session-ID": session}
+            assert served.client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+        listed = served.client.get(SESSIONS).json()["sessions"]
+        states = {each["session"]: each["state"] for each in listed}
+        assert states == {"calls": "expected", "answers": "active", "has no tools": "expected"}
