@@ -12,7 +12,14 @@ from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefi
 from rootstock.cache import FullAttention, KVCache, Namespace, RecurrentState
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.retention.hint_types import MAX_RETENTIONS, MAX_TTL_S, CacheHints, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import (
+    MAX_RETENTIONS,
+    MAX_TOLD,
+    MAX_TTL_S,
+    CacheHints,
+    RetentionWish,
+    Verdict,
+)
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
 OTHER = Namespace("weights", "float32", salt="other")
@@ -268,12 +275,10 @@ def test_an_endless_time_to_live_is_clipped() -> None:
 @pytest.mark.behaviour(27)
 def test_hints_beyond_their_number_are_refused() -> None:
     cache = make(Clock())
-    many = CacheHints(
-        retentions=tuple(RetentionWish(f"field{i}", 4, 300.0) for i in range(3 * MAX_RETENTIONS))
-    )
+    many = CacheHints(retentions=tuple(RetentionWish(f"field{i}", 4, 300.0) for i in range(2 * MAX_TOLD)))
     lease = run(cache, prompt(1), hints=many)
     verdicts = [each.verdict for each in lease.hint_outcomes]
-    assert verdicts == [Verdict.ACCEPTED] * MAX_RETENTIONS + [Verdict.REFUSED] * MAX_RETENTIONS
+    assert verdicts == [Verdict.ACCEPTED] * MAX_RETENTIONS + [Verdict.REFUSED] * (MAX_TOLD - MAX_RETENTIONS)
 
 
 @pytest.mark.behaviour(27)

@@ -17,7 +17,7 @@ from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.retention.hint_types import CacheHints
+from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.retention.pins import Pinned, PinRefused
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import Tokens
@@ -60,8 +60,8 @@ class CheckedKVCache(KVCache):
         _require_boundaries(boundaries, len(match.tokens))
         if tier_hit is not None and not isinstance(tier_hit, TierHit):
             raise CacheMisuse("admit", f"{shown(tier_hit)} is no TierHit, which KVCache.tier_hit returns")
-        if hints is not None and not isinstance(hints, CacheHints):
-            raise CacheMisuse("admit", f"{shown(hints)} is no CacheHints")
+        if hints is not None:
+            _require_hints("admit", hints)
         return super().admit(
             match,
             watermark_blocks,
@@ -119,6 +119,13 @@ class CheckedKVCache(KVCache):
         self._require_lease("discard", lease)
         super().discard(lease)
 
+    def apply_hints(
+        self, tokens: Tokens, namespace: Namespace, hints: CacheHints, *, public_tokens: int = 0
+    ) -> tuple[HintOutcome, ...]:
+        _require_prompt("apply_hints", tokens, namespace, public_tokens)
+        _require_hints("apply_hints", hints)
+        return super().apply_hints(tokens, namespace, hints, public_tokens=public_tokens)
+
     def pin(
         self, tokens: Tokens, namespace: Namespace, tenant: str = "", *, public_tokens: int = 0
     ) -> Pinned | PinRefused:
@@ -158,6 +165,11 @@ class CheckedKVCache(KVCache):
                 "commit",
                 f"{new_tokens} tokens, but there are blocks for {room} more: call extend before the forward",
             )
+
+
+def _require_hints(call: str, hints: CacheHints) -> None:
+    if not isinstance(hints, CacheHints):
+        raise CacheMisuse(call, f"{shown(hints)} is no CacheHints")
 
 
 def _require_prompt(call: str, tokens: Tokens, namespace: Namespace, public_tokens: int) -> None:

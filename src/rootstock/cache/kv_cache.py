@@ -45,8 +45,9 @@ from rootstock.cache.resumable_blocks import ResumableBlocks, block_groups
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retention.grants import keep_of
 from rootstock.cache.retention.hint_decisions import MOST_SHARES, RETAINED_SHARE, Retainer
-from rootstock.cache.retention.hint_types import CacheHints, RetainedLimits
+from rootstock.cache.retention.hint_types import CacheHints, HintOutcome, RetainedLimits, Verdict
 from rootstock.cache.retention.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
+from rootstock.cache.retention.prefix_acts import PrefixActs
 from rootstock.cache.retention.sessions import SessionTable
 from rootstock.cache.retention.working_set import WorkingSet
 from rootstock.cache.shared_budget import BudgetShare
@@ -175,6 +176,7 @@ class KVCache:
             retainer, int(self._retained_share * pools.budget_bytes), self.share, self._clock
         )
         self._pins = Pins(int(self._pinned_share * pools.budget_bytes))
+        self._acts = PrefixActs(tree, retainer, self.write_back, self._pins, self._pin_of, self.release_pin)
 
     @property
     def pool(self) -> BlockPool:
@@ -547,8 +549,10 @@ class KVCache:
         comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
         if lease.hints is not None:
             if lease.hints.ends_session and not comes_back:
-                self._retainer.end_session(lease)
+                self._acts.end_session(lease)
             self._retainer.retain(lease)
+            if lease.hints.acts and reason is ReleaseReason.FINISHED:
+                self._acts.apply(lease, lease.prompt_tokens, lease.num_cached_tokens)
             self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 
@@ -634,6 +638,38 @@ class KVCache:
         """Sets the limits of tenants for later requests and pins. Earlier grants and pins stay."""
         self._retained_limits = self._retainer.limits = limits
 
+    def apply_hints(
+        self, tokens: Tokens, namespace: Namespace, hints: CacheHints, *, public_tokens: int = 0
+    ) -> tuple[HintOutcome, ...]:
+        """Applies hints to the cached part of a prompt, without a request: at once, and within the same bounds.
+        Returns the decisions. Execute the pending plan afterwards: rows may have to be stored."""
+        match = self._whole_match(tokens, Scope(namespace, public_tokens))
+        if not match.length:
+            fields = [*(each.field for each in hints.retentions), *(each.field for each in hints.acts)]
+            fields += [] if hints.session is None else [hints.session_field]
+            return tuple(HintOutcome(one, Verdict.REFUSED, "none of the prefix is cached") for one in fields)
+        lease = self._admission.pin(replace(match, tokens=match.tokens[: match.length]))
+        self._leases[lease.id] = lease
+        wishes = tuple(
+            replace(wish, end=None) if (wish.end or 0) > match.length else wish for wish in hints.retentions
+        )
+        self._retainer.begin_alone(replace(hints, retentions=wishes), lease)
+        outcomes = list(lease.hint_outcomes)
+        for at, wish in enumerate(hints.retentions):
+            asked = len(tokens) if wish.end is None else min(wish.end, len(tokens))
+            if asked > match.length and outcomes[at].verdict is not Verdict.REFUSED:
+                told = f"{match.length:,} of {asked:,} tokens are cached"
+                reasons = "; ".join(filter(None, (told, outcomes[at].reason)))
+                outcomes[at] = HintOutcome(wish.field, Verdict.CLIPPED, reasons)
+        if hints.ends_session and lease.session:
+            self._acts.end_session(lease)
+            self._sessions.forget(hints.tenant, hints.session or "")
+        self._retainer.retain(lease)
+        self._acts.apply(lease, len(tokens), len(tokens))
+        self._retainer.end(lease, comes_back=False)
+        self._release_rows(lease)
+        return (*outcomes, *lease.act_outcomes)
+
     # -------------------------------------------------------------------------------------------- pins
 
     def pin(
@@ -646,10 +682,7 @@ class KVCache:
         """
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
-        # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
-        scope = Scope(namespace, public_tokens)
-        match = self._match(np.append(tokens, np.int32(0)), scope, len(tokens))
-        match = self._verified(match)
+        match = self._whole_match(tokens, Scope(namespace, public_tokens))
         if not match.length:
             return PinRefused("none of the prefix is cached: send it in a request before, or warm it")
         name = pin_id(tenant, namespace, match.tokens[: match.length])
@@ -668,6 +701,17 @@ class KVCache:
         pinned = Pinned(name, tenant, match.length, len(tokens), size, lease)
         self._pins.add(pinned)
         return pinned
+
+    def _whole_match(self, tokens: Tokens, scope: Scope) -> Match:
+        # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
+        return self._verified(self._match(np.append(tokens, np.int32(0)), scope, len(tokens)))
+
+    def _pin_of(self, lease: Lease, tokens: int) -> Pinned | PinRefused:
+        """Pins the first tokens of a lease for the tenant of its hints."""
+        assert lease.hints is not None, "only hints pin"
+        scope = lease.scope
+        prefix = lease.tokens[:tokens].copy()
+        return self.pin(prefix, scope.namespace, lease.hints.tenant, public_tokens=scope.public_tokens)
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
         """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or if

@@ -122,6 +122,7 @@ class Lease:
     session: int = 0  # of its request; 0: none
     claims: tuple[Claim, ...] = ()  # granted hints
     hint_outcomes: tuple[HintOutcome, ...] = ()
+    act_outcomes: tuple[HintOutcome, ...] = ()  # known when it has ended
     ended: bool = False
 
     def __post_init__(self, prompt: Tokens) -> None:

@@ -25,7 +25,7 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.public_heads import PublicHeads
-from rootstock.cache.retention.hint_types import RetainedLimits
+from rootstock.cache.retention.hint_types import CacheHints, HintOutcome, RetainedLimits
 from rootstock.cache.retention.pins import PinId, Pinned, PinRefused
 from rootstock.cache.retention.working_set import SessionReport
 from rootstock.cache.shared_budget import BudgetShare
@@ -390,6 +390,20 @@ class Engine:
         return self.call(
             lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
         )
+
+    def apply_hints(
+        self, tokens: Tokens, hints: CacheHints, namespace: Namespace | None = None
+    ) -> tuple[HintOutcome, ...]:
+        """Applies hints to the cached part of a prompt, without a request."""
+        scope = self.scope(tokens, namespace)
+
+        def apply() -> tuple[HintOutcome, ...]:
+            head = scope.public_tokens
+            outcomes = self._cache.apply_hints(tokens, scope.namespace, hints, public_tokens=head)
+            self.steps.settle()
+            return outcomes
+
+        return self.call(apply)
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
         """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""

@@ -67,7 +67,7 @@ class StepRunner:
         self.is_stalled = False  # nothing can run before a load has ended
         self.is_blocked = False  # nothing can run before a request of another model has ended
         if cache.share is not None:
-            cache.share.settle = self._settle
+            cache.share.settle = self.settle
 
     def close(self) -> None:
         self._masks.close()
@@ -180,8 +180,8 @@ class StepRunner:
         if plan is not NOTHING:
             self._apply(plan)
 
-    def _settle(self) -> None:
-        """Executes the cache's pending plan between two steps, for the engine of another model."""
+    def settle(self) -> None:
+        """Executes the cache's pending plan between two steps."""
         try:
             self._execute(self._cache.take_pending_plan())
         except Exception as error:

@@ -74,6 +74,7 @@ class Grant:
     nearness: int
     gap_s: float
     near_s: float = math.inf
+    is_joint: bool = False  # several tenants or sessions asked for it: none of them can end it
 
     @staticmethod
     def demotion(priority: int) -> Grant:
@@ -110,7 +111,7 @@ class Grant:
         grant of the same tenant and session replaces the rest, any other one only adds to it."""
         until = max(self.until, later.until)
         if (later.tenant, later.session) == (self.tenant, self.session):
-            return replace(later, until=until)
+            return replace(later, until=until, is_joint=self.is_joint)
         payer = later if later.until > self.until else self
         timed = [grant.nearness for grant in (self, later) if grant.ttl_s]
         return Grant(
@@ -123,6 +124,7 @@ class Grant:
             max(timed, default=0),
             payer.gap_s,
             max(self.near_s, later.near_s),
+            self.is_joint or self.tenant != later.tenant or bool(self.session and later.session),
         )
 
 

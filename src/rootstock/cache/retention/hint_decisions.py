@@ -7,14 +7,14 @@ cover its answer as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rootstock.cache.active_tenants import Tenants
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.retention.grants import (
     ANSWERED_PRIORITY,
     ENDED_PRIORITY,
@@ -30,6 +30,7 @@ from rootstock.cache.retention.hint_types import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_RETENTIONS,
+    MAX_TOLD,
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
@@ -89,9 +90,6 @@ class Retainer:
     def begin(self, hints: CacheHints, lease: Lease) -> None:
         """Decides about the hints of an admitted request; its lease gets the claims and the outcomes."""
         now = self._clock()
-        self.tenants.note(hints.tenant, lease.namespace.salt, now)
-        self._every.expire()
-        lease.hints = hints
         pause: ExpectedPause | None = None
         if hints.session is not None:
             session = self.sessions.begin(hints.tenant, hints.session, now, hints.longest_prefix_ttl_s)
@@ -101,11 +99,31 @@ class Retainer:
             session.requests += 1
             session.prompt_tokens += lease.prompt_tokens
             session.hit_tokens += lease.hit_tokens
+        self._decide(hints, lease, pause, now)
+
+    def begin_alone(self, hints: CacheHints, lease: Lease) -> None:
+        """Decides about hints without a request: no pause of the session ends or begins."""
+        session = None if hints.session is None else self.sessions.find(hints.tenant, hints.session)
+        lease.session = 0 if session is None else session.id
+        self._decide(replace(hints, session=None), lease, None, self._clock())
+        if hints.session is not None:
+            outcome = HintOutcome(hints.session_field, Verdict.ACCEPTED)
+            if session is None:
+                outcome = HintOutcome(
+                    hints.session_field, Verdict.REFUSED, "no request has named the session"
+                )
+            self.count([outcome])
+            lease.hint_outcomes += (outcome,)
+
+    def _decide(self, hints: CacheHints, lease: Lease, pause: ExpectedPause | None, now: float) -> None:
+        self.tenants.note(hints.tenant, lease.namespace.salt, now)
+        self._every.expire()
+        lease.hints = hints
         decisions = _Decisions(self, lease, hints.tenant, pause, now)
         outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
         outcomes += [
             HintOutcome(wish.field, Verdict.REFUSED, f"a request can have {MAX_RETENTIONS} retention hints")
-            for wish in hints.retentions[MAX_RETENTIONS : 2 * MAX_RETENTIONS]
+            for wish in hints.retentions[MAX_RETENTIONS:MAX_TOLD]
         ]
         if pause is not None:
             ttl_s = None if hints.ends_session else pause.ttl_s
@@ -113,6 +131,9 @@ class Retainer:
         lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
         if decisions.promised_bytes:
             self.retained.promised[lease.id] = (hints.tenant, decisions.promised_bytes)
+        self.count(outcomes)
+
+    def count(self, outcomes: Iterable[HintOutcome]) -> None:
         for outcome in outcomes:
             match outcome.verdict:
                 case Verdict.ACCEPTED:
@@ -186,17 +207,9 @@ class Retainer:
                 break
             self._demote(node, OVERDRAWN_PRIORITY, replaces=False)
 
-    def end_session(self, lease: Lease) -> None:
-        """Demotes the private part of the lease's session: the nodes that no other request has used."""
-        session, top = lease.session, lease.node
-        if top is None or not session or top.session != session:
-            return
-        while top.parent is not None and not isinstance(top.parent, Root) and top.parent.session == session:
-            top = top.parent
-        own = set(lease.node.path()) if lease.node is not None else set()
-        for node in (top, *walk(top)):
-            if node.session == session and node.ref_count <= (node in own):
-                self._demote(node, ENDED_PRIORITY, replaces=True)
+    def demote(self, node: Node) -> None:
+        """Makes a node go first until it is used again, in place of its retention."""
+        self._demote(node, ENDED_PRIORITY, replaces=True)
 
     def end_turn(self, leaf: Node) -> None:
         """Ranks the end of a conversation behind others: its last answer calls no tool, and a person has to go on.

@@ -13,6 +13,8 @@ from enum import StrEnum
 MAX_TTL_S = 24 * 3600.0
 LEAST_PRIORITY, GREATEST_PRIORITY = -100, 100  # 0: the cache's own order
 MAX_RETENTIONS = 32  # of one request: further ones are refused
+MAX_ACTS = 32  # of one request: further ones are refused
+MAX_TOLD = 256  # decisions of a kind that are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,23 @@ class RetentionWish:
     priority: int = 0  # LEAST_PRIORITY to GREATEST_PRIORITY: higher ones are evicted later
 
 
+class ActKind(StrEnum):
+    DEMOTE = "demote"  # it goes first until it is used again
+    RELEASE = "release"  # its retention and its pin end
+    PIN = "pin"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAct:
+    """A change to a part of a prompt that is done once: when the request has finished, or at once without one."""
+
+    field: str  # of the client's body: answers name it
+    kind: ActKind
+    start: int | None = 0  # None: the end of the prompt
+    end: int | None = None  # None: the end of the prompt and its answer; of a pin, of the prompt
+    session: str | None = None  # the private part of this session, in place of the range
+
+
 @dataclass(frozen=True, slots=True)
 class CacheHints:
     """The hints of one request."""
@@ -34,6 +53,9 @@ class CacheHints:
     session_field: str = ""  # of the client's body: answers name it
     ends_session: bool = False  # no request of the session follows: its private part is evicted first
     retentions: tuple[RetentionWish, ...] = ()
+    acts: tuple[PrefixAct, ...] = ()
+    parent: str | None = None  # the session that began this one
+    may_pin: bool = False  # the tenant is known, or the client is the operator
 
     @property
     def longest_prefix_ttl_s(self) -> float:
