@@ -28,6 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "ModelRequest": {"model": "fake"},
     "PromptOfApi": {"api": "completions", "body": {"prompt": PROMPT}},
     "PromptsOfApis": {"api": "completions", "body": {"prompt": PROMPT}},
+    "HintedPrompt": {"api": "completions", "body": {"prompt": PROMPT}},
     "LoadAdapterRequest": {"lora_name": "a", "lora_path": "/x"},
     "UnloadAdapterRequest": {"lora_name": "a"},
 }

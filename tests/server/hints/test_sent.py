@@ -9,7 +9,15 @@ import pytest
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from rootstock.cache.retention.hint_types import MAX_TTL_S, CacheHints, HintOutcome, RetentionWish, Verdict
+from rootstock.cache.retention.hint_types import (
+    MAX_TTL_S,
+    ActKind,
+    CacheHints,
+    HintOutcome,
+    PrefixAct,
+    RetentionWish,
+    Verdict,
+)
 from rootstock.engine.request import Finished, TokenEvent, Usage
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.formats.anthropic.schema import MessagesRequest
@@ -137,8 +145,9 @@ DIALECTS: dict[str, tuple[Json, CacheHints]] = {
             retentions=(
                 RetentionWish(f"{DIRECTIVES}[0]", 100, 60.0, 90),
                 RetentionWish(f"{DIRECTIVES}[1]", None, None, 50),
-                RetentionWish(f"{DIRECTIVES}[2]", None, 0.0, 0),
             ),
+            acts=(PrefixAct(f"{DIRECTIVES}[2]", ActKind.RELEASE, None),),
+            may_pin=True,
         ),
     ),
 }
@@ -318,10 +327,14 @@ def test_hints_that_the_server_does_not_follow_are_refused_in_the_answer() -> No
             "cache_control": {"block_offset": 3},
             "context_management": {
                 "manage_request": True,
-                "edits": [{"type": "offload"}, {"type": "prefetch"}, {"type": "evict", "block_start": 1}],
+                "edits": [
+                    {"type": "offload", "block_end": 3},
+                    {"type": "prefetch"},
+                    {"type": "evict", "block_start": 1},
+                ],
             },
         },
-        **envelope(action_type="kv.prefetch"),
+        **envelope(action_type="kv.fetch"),
     }  # fmt: skip
     found = read(fields)
     assert found.cache is not None

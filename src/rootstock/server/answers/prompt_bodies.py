@@ -29,6 +29,7 @@ from rootstock.server.wire.sender import Sender
 from rootstock.text.conversation.types import Medium
 from rootstock.text.conversation.volatile_heads import DroppedHead
 from rootstock.text.limits import MAX_LABEL_CHARS
+from rootstock.text.prompts.prompt_tokenizer import PlacedMark
 
 MAX_UNKNOWN_FIELDS = 16
 _ALIKE = 0.75  # two letters of four may be swapped
@@ -45,6 +46,7 @@ class PreparedPrompt:
     boundaries: tuple[Boundary, ...] = ()
     adapter: str = ""
     media: tuple[Medium, ...] = ()  # that lines of the prompt stand for
+    marks: tuple[PlacedMark, ...] = ()  # of prefixes that a client wants to keep
 
     def namespace(self, engine: Engine) -> Namespace:
         """Returns the namespace of its prefixes in the engine's cache."""
@@ -61,6 +63,7 @@ class PreparedPrompt:
             prompt.boundaries,
             chat.adapter,
             chat.template.media,
+            prompt.marks,
         )
 
 

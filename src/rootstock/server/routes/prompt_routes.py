@@ -1,4 +1,4 @@
-"""Routes that explain, pin or warm the prompt of a body, of each API in the table of `Prompts`.
+"""Routes that explain, pin or warm the prompt of a body, or apply its hints, of each API in the table of `Prompts`.
 
 The earlier paths, `/v1/cache/explain/messages` and the like, take the API's body alone. They are not documented.
 """
@@ -15,12 +15,13 @@ from rootstock.cache.retention.pins import PinRefused
 from rootstock.config import ServerConfig
 from rootstock.errors import IdleWorkFull, InvalidParameter, PinNotGranted, RateLimited
 from rootstock.pipeline.model import ServedModel
-from rootstock.server.access.guard import SentBy
+from rootstock.server.access.guard import SentBy, is_operator, meter_of
 from rootstock.server.answers.prompt_bodies import ApiPrompt, PromptOfApi, Prompts, PromptsOfApis
 from rootstock.server.http.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.http.request_bodies import StateRoute
 from rootstock.server.models.registry import ModelRegistry
 from rootstock.server.routes.explainer import Explainer
+from rootstock.server.routes.hints_alone import HintedPrompt, follow_hints, hint_fields
 from rootstock.server.routes.pin_routes import owner_of_pins, pin_body
 from rootstock.server.routes.warming import Warmer
 from rootstock.server.wire.api_call import Json
@@ -66,6 +67,19 @@ def prompt_routes(
     async def pin(body: PromptOfApi, request: Request, sender: SentBy) -> dict[str, Any]:
         """Keeps the cached part of a prompt in memory until it is released."""
         return await pinned(prompts.read(body.api, body.body), request, sender)
+
+    @router.post("/hints", responses=documented_errors(*MODEL_ROUTE))
+    async def hints(body: HintedPrompt, request: Request, sender: SentBy) -> dict[str, Any]:
+        """Applies the hints of a body to the cached part of its prompt, without a request."""
+        prompt, fields = prompts.read(body.api, body.whole_body), hint_fields(body.whole_body)
+        prompt.refuse_misspelled()
+        meter, may_pin = meter_of(request), bool(sender.tenant) or is_operator(request)
+
+        def follow(model: ServedModel) -> Json:
+            return follow_hints(model, prompt.prepare(model, sender), fields, sender, meter, may_pin=may_pin)
+
+        with prompt.naming_fields():
+            return await models.run(prompt.model, request, follow)
 
     @router.post("/warm", responses=documented_errors(*MODEL_ROUTE))
     async def warm(

@@ -51,10 +51,15 @@ class SessionControl(Wire):
     timeout: Annotated[int, Field(ge=0, lt=2**32, description="seconds without a request")] | None = None
 
 
+class EndOfSession(Wire):
+    evict_session: bool | None = None
+
+
 class AgentContext(Wire):
     session_id: Session
     parent_session_id: Session | None = None
     session_final: bool | None = None
+    kv_hints: EndOfSession | None = None
 
 
 class NvExt(Wire):
@@ -103,7 +108,9 @@ class HintFields(Wire):
     prompt_cache_options: PromptCacheOptions | None = None
     nvext: Annotated[NvExt | None, Field(description="NVIDIA Dynamo's hints")] = None
     agent_hint: Annotated[AgentHint | None, Field(description="hints of vLLM's RFC 52113")] = None
-    kv_hints: Annotated[KvHints | None, Field(description="vLLM's envelope of hints")] = None
+    kv_hints: Annotated[
+        KvHints | None, Field(description="the envelope of hints of vLLM, Dynamo and SGLang")
+    ] = None
     priority: Annotated[
         Int32 | None, Field(description="vLLM's: prefixes of lower values are evicted later")
     ] = None

@@ -26,9 +26,10 @@ _SESSION_HEADERS = (
 PRIORITY = "X-Dynamo-Request-Priority"
 STRICT_PRIORITY = "X-Dynamo-Request-Strict-Priority"
 FINAL = "X-Dynamo-Session-Final"
+PARENT = "X-Dynamo-Parent-Session-ID"
 # Names as in an ASGI scope. A request without any of these headers has no hints to read.
 HINT_HEADERS = frozenset(
-    name.lower().encode() for name in (*_SESSION_HEADERS, PRIORITY, STRICT_PRIORITY, FINAL)
+    name.lower().encode() for name in (*_SESSION_HEADERS, PRIORITY, STRICT_PRIORITY, FINAL, PARENT)
 )
 
 
@@ -42,6 +43,7 @@ class HeaderHints:
     priority: int | None = None
     strict_priority: int | None = None
     decided: tuple[HintOutcome, ...] = ()
+    parent: str | None = None
 
 
 NO_HEAD = HeaderHints()
@@ -49,18 +51,14 @@ NO_HEAD = HeaderHints()
 
 def header_hints(headers: Headers) -> HeaderHints:
     """Reads the hints of a request's head."""
-    decided = []
+    decided = list[HintOutcome]()
     session, session_field = None, ""
     for name in _SESSION_HEADERS:
-        value = headers.get(name, "").strip()
-        if not value:
-            continue
-        if len(value) > MAX_SESSION_CHARS:
-            reason = f"longer than {MAX_SESSION_CHARS} characters"
-            decided.append(HintOutcome(name, Verdict.REFUSED, reason))
-            continue
-        session, session_field = value, name
-        break
+        session = _name_in(headers, name, decided)
+        if session is not None:
+            session_field = name
+            break
+    parent = _name_in(headers, PARENT, decided)
     numbers: dict[str, int | None] = {}
     for name in (PRIORITY, STRICT_PRIORITY):
         sent = headers.get(name)
@@ -69,8 +67,17 @@ def header_hints(headers: Headers) -> HeaderHints:
             decided.append(HintOutcome(name, Verdict.REFUSED, "not a whole number"))
     ends = headers.get(FINAL, "").strip().lower() == "true"
     return HeaderHints(
-        session, session_field, ends, numbers[PRIORITY], numbers[STRICT_PRIORITY], tuple(decided)
+        session, session_field, ends, numbers[PRIORITY], numbers[STRICT_PRIORITY], tuple(decided), parent
     )
+
+
+def _name_in(headers: Headers, name: str, decided: list[HintOutcome]) -> str | None:
+    """Returns the name of a session in a header; None: there is none, or it is too long."""
+    value = headers.get(name, "").strip()
+    if len(value) > MAX_SESSION_CHARS:
+        decided.append(HintOutcome(name, Verdict.REFUSED, f"longer than {MAX_SESSION_CHARS} characters"))
+        return None
+    return value or None
 
 
 def _number(value: str) -> int | None:

@@ -8,12 +8,13 @@ refused:
                prompt_cache_options.ttl, prompt_cache_retention
     priority   X-Dynamo-Request-Priority, nvext.agent_hints.priority, priority
 
-Marks and the directives of `kv_hints` tell about prefixes of the prompt, and all of them count. A hint that the
+Marks and the actions of `kv_hints` tell about prefixes of the prompt, and all of them count. A hint that the
 server does not follow is refused in the answer, and never as an error: no request fails because of a wish.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,15 +23,17 @@ from rootstock.cache.retention.hint_types import (
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_TTL_S,
+    ActKind,
     CacheHints,
     HintOutcome,
+    PrefixAct,
     RetentionWish,
     Verdict,
 )
 from rootstock.engine.request import Finished, TokenEvent
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.wire.fields import Wire
-from rootstock.server.wire.hints.directives import MAX_DIRECTIVES, directive_of, refuse_rising
+from rootstock.server.wire.hints.directives import MAX_DIRECTIVES, Directive, directives_of
 from rootstock.server.wire.hints.fields import HintFields, NvExt
 from rootstock.server.wire.hints.headers import FINAL, PRIORITY, STRICT_PRIORITY, HeaderHints
 from rootstock.text.conversation.marks import duration_s
@@ -47,6 +50,14 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """A wish to cache a prompt, or its first tokens, before a request needs it."""
+
+    field: str
+    end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SentHints:
     """The hints of one HTTP request, for the cache or decided without it, and warnings about its other fields."""
 
@@ -54,18 +65,20 @@ class SentHints:
     decided: tuple[HintOutcome, ...] = ()
     hour_marks: tuple[RetentionWish, ...] = ()  # marks with a time of an hour or more
     warnings: tuple[IgnoredField, ...] = ()
+    prefetches: tuple[Prefetch, ...] = ()
 
     def told(self, events: Iterable[TokenEvent | Finished]) -> Json:
         """Returns the field of an answer with the decisions and the warnings, or an empty object without any.
 
         For several choices, the field has the most severe decision about each hint.
         """
+        return self.told_of(outcome for event in events for outcome in event.hints)
+
+    def told_of(self, outcomes: Iterable[HintOutcome]) -> Json:
+        """Returns the same for the cache's decisions, in the order of the events that have them."""
         found: dict[str, HintOutcome] = {}
-        for outcome in self.decided:
+        for outcome in (*self.decided, *outcomes):
             _note(found, outcome)
-        for event in events:
-            for outcome in event.hints:
-                _note(found, outcome)
         told: Json = {}
         if found:
             told["hints"] = list(map(_outcome_body, found.values()))
@@ -106,14 +119,28 @@ def sent_hints(
 
     Call it only for a request that has any: `NO_HINTS` are the hints of the others.
     """
+    found = read_hints(body, headers, owner, marks)
+    late = tuple(HintOutcome(each.field, Verdict.REFUSED, _TOO_LATE) for each in found.prefetches)
+    return replace(found, decided=found.decided + late, warnings=warnings) if late or warnings else found
+
+
+def read_hints(
+    body: HintFields, headers: HeaderHints, owner: PromptOwner, marks: Sequence[PlacedMark] = ()
+) -> SentHints:
+    """Reads hints that a request may follow, or none: with it, prefetches come too late. Raises as `sent_hints`."""
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
     found = _HintsReader(body, headers, marks).read(owner.tenant)
-    if is_chosen_by_client(owner.salt) and found.cache is not None and found.cache.session is not None:
+    if is_chosen_by_client(owner.salt) and found.cache is not None:
         # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
-        session = f"{owner.salt} {found.cache.session}"
-        found = replace(found, cache=replace(found.cache, session=session))
-    return replace(found, warnings=warnings) if warnings else found
+        def own(name: str | None) -> str | None:
+            return None if name is None else f"{owner.salt} {name}"
+
+        cache = found.cache
+        acts = tuple(replace(act, session=own(act.session)) for act in cache.acts)
+        cache = replace(cache, session=own(cache.session), parent=own(cache.parent), acts=acts)
+        found = replace(found, cache=cache)
+    return found
 
 
 # Fields of `nvext` that would change the answer, with their neutral value.
@@ -152,32 +179,39 @@ class _HintsReader:
     marks: Sequence[PlacedMark]
     decided: list[HintOutcome] = field(default_factory=list)
     retentions: list[RetentionWish] = field(default_factory=list)
+    acts: list[PrefixAct] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
+    session: str | None = None
 
     def read(self, tenant: str) -> SentHints:
         self.decided += self.headers.decided
         sessions = list(self._sessions())
         ends = list(self._ends())
         session_field, session = self._first(sessions) or ("", None)
+        self.session = session
         for path in ends:
             if session is None:
                 self._refuse(path, "no session is named")
             else:
                 self.decided.append(HintOutcome(path, Verdict.ACCEPTED))
         hour_marks = self._add_marks()
-        self._add_directives()
+        self._add_actions()
         self._add(self._first(list(self._times())))
         self._add_priority()
         self._refuse_others()
         cache = None
-        if session is not None or self.retentions:
+        if session is not None or self.retentions or self.acts:
             cache = CacheHints(
                 tenant,
                 session,
                 session_field,
                 ends_session=session is not None and bool(ends),
                 retentions=tuple(self.retentions),
+                acts=tuple(self.acts),
+                parent=next(self._parents(), None),
+                may_pin=bool(self.acts and tenant),
             )
-        return SentHints(cache, tuple(self.decided), hour_marks)
+        return SentHints(cache, tuple(self.decided), hour_marks, prefetches=tuple(self.prefetches))
 
     # ---- sessions
 
@@ -195,6 +229,16 @@ class _HintsReader:
         if self.body.prompt_cache_key:
             yield "prompt_cache_key", self.body.prompt_cache_key
 
+    def _parents(self) -> Iterator[str]:
+        """Yields the names of the session that began this one, the first of which counts."""
+        nvext, hint = self.body.nvext, self.body.agent_hint
+        if nvext is not None and nvext.agent_context is not None and nvext.agent_context.parent_session_id:
+            yield nvext.agent_context.parent_session_id
+        if hint is not None and hint.parent_session_id is not None:
+            yield hint.parent_session_id
+        if self.headers.parent is not None:
+            yield self.headers.parent
+
     def _ends(self) -> Iterator[str]:
         """Yields the fields that tell the end of the session."""
         nvext, hint = self.body.nvext, self.body.agent_hint
@@ -206,6 +250,9 @@ class _HintsReader:
             yield "nvext.session_control.action"
         if nvext is not None and nvext.agent_context is not None and nvext.agent_context.session_final:
             yield "nvext.agent_context.session_final"
+        context = None if nvext is None else nvext.agent_context
+        if context is not None and context.kv_hints is not None and context.kv_hints.evict_session:
+            yield "nvext.agent_context.kv_hints.evict_session"
         if hint is not None and hint.context_management is not None:
             for i, edit in enumerate(hint.context_management.edits or ()):
                 if edit.type == "evict" and edit.block_start is None and edit.block_end is None:
@@ -292,36 +339,59 @@ class _HintsReader:
         if first is None:
             return
         path, value = first
-        priority = max(LEAST_PRIORITY, min(GREATEST_PRIORITY, value))
-        if priority != value:
-            sign = -1 if path == "priority" else 1
-            self._clip(path, f"to {sign * priority}")
+        priority = self._bounded(path, value, -1 if path == "priority" else 1)
         self._retain(path, None, priority=priority)
 
-    # ---- vLLM's directives
+    # ---- actions
 
-    def _add_directives(self) -> None:
+    def _add_actions(self) -> None:
         count = 0
         actions = () if self.body.kv_hints is None else self.body.kv_hints.actions
         for i, action in enumerate(actions):
             path = f"kv_hints.actions[{i}]"
-            if action.action_type != "kv.retain":
-                self._refuse(path, "the server does kv.retain only")
+            if action.action_type not in _ACTIONS:
+                self._refuse(path, f"the server does {', '.join(_ACTIONS)}")
                 continue
             if action.action_version.partition(".")[0] != "1":
                 raise InvalidParameter(f"{path}.action_version", action.action_version, "'1.0'")
-            directives = action.payload.get("directives")
-            if not isinstance(directives, list):
-                raise InvalidParameter(f"{path}.payload.directives", directives, "a list")
-            count += len(directives)
-            if count > MAX_DIRECTIVES:
-                raise InvalidParameter("kv_hints", count, f"of at most {MAX_DIRECTIVES} directives")
-            read = [
-                directive_of(each, f"{path}.payload.directives[{j}]") for j, each in enumerate(directives)
-            ]
-            refuse_rising(read, f"{path}.payload.directives")
-            for each in read:
-                self._retain(each.path, each.end, ttl_s=each.ttl_s, priority=each.priority)
+            if action.payload.get("include_current_request") is False:
+                self._refuse(path, "no prefix is found by the hashes of its blocks")
+                continue
+            for each in directives_of(action, path):
+                count += 1
+                if count > MAX_DIRECTIVES:
+                    raise InvalidParameter("kv_hints", count, f"of at most {MAX_DIRECTIVES} directives")
+                self._add_directive(action.action_type, each)
+
+    def _add_directive(self, type: str, asked: Directive) -> None:
+        kind, session = _ACTIONS[type], asked.session
+        if asked.clipped:
+            self._clip(asked.path, asked.clipped)
+        if kind is _RETAIN and asked.ttl_s == 0 and not asked.priority:
+            kind = ActKind.RELEASE
+        if kind in (ActKind.DEMOTE, ActKind.RELEASE):
+            if type in _ENDS_OF_SESSIONS and session is None:
+                session = self.session
+            self._act(asked.path, kind, asked, session)
+        elif session is not None:
+            self._refuse(asked.path, "send it with the prompt, and not with the name of a session")
+        elif kind is ActKind.PIN:
+            self._act(asked.path, kind, asked)
+        elif kind is _PREFETCH:
+            self.prefetches.append(Prefetch(asked.path, asked.end))
+        else:
+            priority = self._bounded(asked.path, asked.priority)
+            self._retain(asked.path, asked.end, ttl_s=asked.ttl_s, priority=priority)
+
+    def _act(self, path: str, kind: str, asked: Directive, session: str | None = None) -> None:
+        start = None if math.isinf(asked.start) else int(asked.start)
+        self.acts.append(PrefixAct(path, ActKind(kind), start, asked.end, session))
+
+    def _bounded(self, path: str, priority: int, sign: int = 1) -> int:
+        bounded = max(LEAST_PRIORITY, min(GREATEST_PRIORITY, priority))
+        if bounded != priority:
+            self._clip(path, f"to {sign * bounded}")
+        return bounded
 
     # ---- hints that the server does not follow
 
@@ -346,13 +416,15 @@ class _HintsReader:
             if managed.manage_request:
                 self._refuse(f"{at}.manage_request", "the request is answered")
             for i, edit in enumerate(managed.edits or ()):
-                match edit.type:
-                    case "offload":
-                        self._refuse(f"{at}.edits[{i}]", "evicted prefixes go to the tiers by themselves")
-                    case "prefetch":
-                        self._refuse(f"{at}.edits[{i}]", "prefixes are loaded when a request needs them")
-                    case "evict" if edit.block_start is not None or edit.block_end is not None:
-                        self._refuse(f"{at}.edits[{i}]", "a session is released as a whole")
+                path = f"{at}.edits[{i}]"
+                if edit.block_start is not None or edit.block_end is not None:
+                    self._refuse(
+                        path, "a session has no numbers of blocks: send ranges of tokens in kv_hints"
+                    )
+                elif edit.type == "offload":
+                    self._act(path, ActKind.DEMOTE, Directive(path), self.session)
+                elif edit.type == "prefetch":
+                    self.prefetches.append(Prefetch(path))
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
@@ -378,6 +450,21 @@ class _HintsReader:
         self.decided.append(HintOutcome(path, Verdict.CLIPPED, reason))
 
 
+_RETAIN, _PREFETCH = "retain", "prefetch"
+# The actions of `kv_hints` that the server does: vLLM's, those of Dynamo's policies, SGLang's, and our own pin and
+# release, for which no engine has a form.
+_ACTIONS: Mapping[str, str] = {
+    "kv.retain": _RETAIN,
+    "vllm.set_priority": _RETAIN,
+    "kv.prefetch": _PREFETCH,
+    "kv.demote": ActKind.DEMOTE,
+    "kv.evict": ActKind.DEMOTE,
+    "kv.deref": ActKind.DEMOTE,
+    "kv.release": ActKind.RELEASE,
+    "kv.pin": ActKind.PIN,
+}
+_ENDS_OF_SESSIONS = ("kv.evict", "kv.deref")  # routers send them with the last request of a session
+_TOO_LATE = "the request computes its prompt at once: send it to /v1/cache/hints before"
 _IN_ORDER = "requests are served in the order of their arrival"
 
 
