@@ -36,7 +36,7 @@ from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.image_tokens import ImageLayout, PlacedImage, chunk_end
 from rootstock.cache.lease import Lease
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
+from rootstock.cache.retention.hint_types import ActKind, CacheHints, PrefixAct, RetentionWish
 from rootstock.cache.retention.pins import Pinned
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
@@ -732,7 +732,20 @@ def _hints(rng: np.random.Generator, prompt_tokens: int) -> CacheHints | None:
     )
     session = None if rng.random() < 0.5 else str(rng.integers(3))
     tenant = str(rng.choice(["", "a", "b"]))
-    return CacheHints(tenant, session, "session", bool(rng.random() < 0.2), retentions)
+    ends_session = bool(rng.random() < 0.2)
+    acts = tuple(
+        PrefixAct(
+            f"act{number}",
+            ActKind(str(rng.choice(list(ActKind)))),
+            None if rng.random() < 0.1 else int(rng.choice([0, 0, 1, 7])),
+            None if rng.random() < 0.5 else int(rng.integers(0, prompt_tokens + 3)),
+            None if rng.random() < 0.7 else str(rng.integers(3)),
+        )
+        for number in range(int(rng.choice([0, 0, 1, 3])))
+    )
+    return CacheHints(
+        tenant, session, "session", ends_session, retentions, acts, may_pin=bool(rng.random() < 0.5)
+    )
 
 
 class Pinning:
@@ -754,7 +767,14 @@ class Pinning:
             salt = str(self._rng.choice(["", "tenant"]))
             pinned = self._engine.pin(tokens, str(self._rng.choice(["", "a"])), self._engine.namespace(salt))
             self.pinned += isinstance(pinned, Pinned)
-        elif kind < 0.12 and (pins := self._engine.pins()):
+        elif kind < 0.15 and clients:
+            tokens = clients[int(self._rng.integers(len(clients)))].request.tokens
+            hints = _hints(self._rng, len(tokens))
+            if hints is not None:
+                self._engine.apply_hints(
+                    tokens, hints, self._engine.namespace(self._rng.choice(["", "tenant"]))
+                )
+        elif kind < 0.17 and (pins := self._engine.pins()):
             assert self._engine.release_pin(pins[int(self._rng.integers(len(pins)))].id)
 
     def end(self) -> None:
@@ -830,10 +850,11 @@ def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subjec
             assert 0 <= end.usage.cached_tokens < len(request.tokens)
             hints = request.hints
             hinted = 0 if hints is None else len(hints.retentions) + (hints.session is not None)
-            assert len(end.hints) == hinted
+            acts = 0 if hints is None else len(hints.acts)
+            assert len(end.hints) == hinted + acts
             if client.tokens:
                 first = next(event for event in events if isinstance(event, TokenEvent))
-                assert first.hints == end.hints
+                assert first.hints == end.hints[:hinted]
             scored = [event for event in events if isinstance(event, PromptScored)]
             assert len(scored) == (request.prompt_logprobs is not None)
             for event in scored:

@@ -8,6 +8,7 @@ needs them. Every checkpoint must hold exactly its prefix.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import settings
@@ -26,8 +27,8 @@ from rootstock.cache.families import (
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, block_table, walk
-from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
-from rootstock.cache.retention.pins import PinId, Pinned
+from rootstock.cache.retention.hint_types import ActKind, CacheHints, HintOutcome, PrefixAct, RetentionWish
+from rootstock.cache.retention.pins import PINNED_SHARE, PinId, Pinned
 
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]
@@ -44,7 +45,18 @@ MODELS: list[tuple[Family, ...]] = [
 ]
 
 
-HINTS = st.none() | st.builds(
+ACTS = st.lists(
+    st.builds(
+        PrefixAct,
+        field=st.just("act"),
+        kind=st.sampled_from(ActKind),
+        start=st.none() | st.integers(0, 30),
+        end=st.none() | st.integers(0, 50),
+        session=st.sampled_from([None, None, "x", "y"]),
+    ),
+    max_size=3,
+).map(tuple)
+SOME_HINTS = st.builds(
     CacheHints,
     tenant=st.sampled_from(["", "a", "b"]),
     session=st.sampled_from([None, "x", "y"]),
@@ -59,7 +71,10 @@ HINTS = st.none() | st.builds(
         ),
         max_size=3,
     ).map(tuple),
+    acts=ACTS,
+    may_pin=st.booleans(),
 )
+HINTS = st.none() | SOME_HINTS
 
 
 class TreeAndPool(RuleBasedStateMachine):
@@ -210,6 +225,31 @@ class TreeAndPool(RuleBasedStateMachine):
         if isinstance(pinned, Pinned):
             self.pinned[pinned.id] = (lease.tokens[: pinned.tokens].tolist(), lease.namespace)
 
+    @rule(lease=leases, upto=st.integers(1, 60), hints=SOME_HINTS)
+    def apply_hints(self, lease: Lease, upto: int, hints: CacheHints) -> None:
+        """Applies hints without a request. Acts alone change no retention of other tenants, and no entry that is in
+        use but for an end of its own retention."""
+        nodes = [node for root in self.cache.tree.roots.values() for node in walk(root)]
+        before = [(node, node.grant) for node in nodes if node.grant is not None and node.grant.is_charged]
+        in_use = [node for node in nodes if node.ref_count and node.grant is None]
+        outcomes = self.cache.apply_hints(lease.tokens[:upto].copy(), lease.namespace, hints)
+        self.judge_outcomes(hints, outcomes)
+        self.note_pins()
+        if not hints.retentions:
+            assert all(node.grant is grant for node, grant in before if grant.tenant != hints.tenant)
+            assert all(node.grant is None for node in in_use)
+
+    def judge_outcomes(self, hints: CacheHints, outcomes: Sequence[HintOutcome]) -> None:
+        named = [hints.session_field] if hints.session is not None else []
+        fields = [each.field for each in (*hints.retentions, *hints.acts)]
+        assert sorted(each.field for each in outcomes) == sorted(fields + named)
+
+    def note_pins(self) -> None:
+        for pin in self.cache.pins():
+            tokens = pin.lease.tokens[: pin.tokens].tolist()
+            self.pinned.setdefault(pin.id, (tokens, pin.lease.namespace))
+        assert self.cache.pinned_bytes() <= PINNED_SHARE * self.cache.budget_bytes
+
     @rule(number=st.integers(0, 9))
     def release_pin(self, number: int) -> None:
         pins = self.cache.pins()
@@ -247,6 +287,11 @@ class TreeAndPool(RuleBasedStateMachine):
         self.tick()
         tokens, computed = lease.tokens.copy(), lease.num_computed_tokens
         self.cache.release(lease, reason)
+        self.note_pins()
+        if lease.hints is not None and reason is ReleaseReason.FINISHED:
+            assert [each.field for each in lease.act_outcomes] == [act.field for act in lease.hints.acts]
+        else:
+            assert not lease.act_outcomes
         if computed:
             match = self.cache.match(tokens[:computed], lease.namespace)
             assert match.found == computed, "the computed tokens of a lease must be found when it has ended"

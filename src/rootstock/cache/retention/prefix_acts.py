@@ -87,12 +87,13 @@ class PrefixActs:
         if start >= end:
             return _refused(act, "none of it is cached")
         if act.kind is ActKind.RELEASE:
-            return _outcome(act, "" if self._release(lease, start, end) else f"in part: {_OF_OTHERS}")
-        moved = self._demote(self._own_part(lease, start, end))
+            is_whole = self._release(lease, start, end, goes_on=act.end is None)
+            return _outcome(act, "" if is_whole else f"in part: {_OF_OTHERS}")
+        moved = self._demote(self._own_part(lease, start, end, goes_on=act.end is None))
         if not moved:
             return _refused(act, _OF_OTHERS)
         told = f"{moved:,} of {asked:,} tokens: the rest is not cached, or {_OF_OTHERS}"
-        return _outcome(act, "" if moved == asked else told)
+        return _outcome(act, "" if moved >= asked else told)
 
     def _on_session(self, act: PrefixAct, name: str, lease: Lease) -> HintOutcome:
         session = self._retainer.sessions.find(_hints_of(lease).tenant, name)
@@ -119,16 +120,24 @@ class PrefixActs:
 
     # ------------------------------------------------------------------------------------------- nodes
 
-    def _own_part(self, lease: Lease, start: int, end: int) -> list[Node]:
-        """Returns the nodes of a range of the lease's path that belong to it, split at the ends of the range."""
-        found = list[Node]()
+    def _own_part(self, lease: Lease, start: int, end: int, *, goes_on: bool) -> list[Node]:
+        """Returns the nodes of a range of the lease's path that belong to it, split at the ends of the range. With
+        `goes_on`, the range has no end: nodes below the path follow, such as an answer to the prompt."""
+        below = _only_branch(lease)
+        if below and (below[0].children or not all(self._is_own(node, 0, lease) for node in below)):
+            return []
+        found = below if goes_on else []
         for node in _path(lease):
-            is_own = node.session == lease.session and node.ref_count <= 1 and len(node.children) <= 1
-            if node.end <= start or not is_own or not self._may_end(node, lease.session, lease):
+            if node.end <= start or not self._is_own(node, 1, lease):
                 break
             if node.start < end:
                 found.append(self._part(node, start, end))
         return found
+
+    def _is_own(self, node: Node, references: int, lease: Lease) -> bool:
+        """Returns True if only the lease's session has used a node, and nobody else retains it."""
+        is_unused = node.session == lease.session and node.ref_count <= references and len(node.children) <= 1
+        return is_unused and self._may_end(node, lease.session, lease)
 
     def _part_of_session(self, lease: Lease, session: int) -> list[Node]:
         """Returns the nodes on and below the lease's path that only this session has used, and that no other request
@@ -167,10 +176,12 @@ class PrefixActs:
             self._retainer.demote(node)
         return sum(node.end - node.start for node in nodes)
 
-    def _release(self, lease: Lease, start: int, end: int) -> bool:
+    def _release(self, lease: Lease, start: int, end: int, *, goes_on: bool) -> bool:
         """Ends pins and retention of a range. Returns False if others retain a part of it."""
         self._release_pins(lease, start, end)
         is_whole = True
+        for entry in (entry for node in _only_branch(lease) if goes_on for entry in _entries(node)):
+            self._end(entry, lease.session, lease)
         for node in _path(lease):
             if node.end <= start or node.start >= end:
                 continue
@@ -201,6 +212,15 @@ def _path(lease: Lease) -> list[Node]:
     """Returns the nodes of a lease's path that lie behind a public head, the deepest first."""
     steps = () if lease.node is None else lease.node.path()
     return [node for node in steps if not isinstance(node, Root) and node.end > lease.scope.public_tokens]
+
+
+def _only_branch(lease: Lease) -> list[Node]:
+    """Returns the nodes below a lease's path up to where the branch divides or ends, the deepest first."""
+    found, node = list[Node](), lease.node
+    while node is not None and len(node.children) == 1:
+        (node,) = node.children.values()
+        found.append(node)
+    return found[::-1]
 
 
 def _entries(entry: Node | Checkpoint) -> list[Node | Checkpoint]:
