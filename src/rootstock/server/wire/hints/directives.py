@@ -55,7 +55,7 @@ def directives_of(action: KvHintAction, path: str) -> Iterator[Directive]:
         value, ttl_s = payload.get("value"), payload.get("ttl_seconds")
         if value is not None:
             value = _whole(value, f"{at}.value", -(2**31), 2**31 - 1)
-            ttl_s = _seconds(ttl_s, f"{at}.ttl_seconds", least=1e-9)
+            ttl_s = _seconds(ttl_s or 0, f"{at}.ttl_seconds", least=1e-9)  # a claim ends
         yield Directive(path, priority=value or 0, ttl_s=0.0 if value is None else ttl_s)
     elif retains:
         priority = _whole(payload.get("priority", 0), f"{at}.priority", -(2**31), 2**31 - 1)
