@@ -548,11 +548,7 @@ class KVCache:
                     self._checkpoints.leave_at_end(lease)
         comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
         if lease.hints is not None:
-            if lease.hints.ends_session and not comes_back:
-                self._acts.end_session(lease)
-            self._retainer.retain(lease)
-            if lease.hints.acts and reason is ReleaseReason.FINISHED:
-                self._acts.apply(lease, lease.prompt_tokens, lease.num_cached_tokens)
+            self._acts.leave(lease, reason, comes_back=comes_back)
             self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 

@@ -651,8 +651,7 @@ class Scheduler:
         if self._proposer is not None:
             self._proposer.completed(sequence, lease)
         self._cache.release(lease, ReleaseReason.FINISHED)
-        if lease.act_outcomes:
-            sequence.hint_outcomes += lease.act_outcomes
+        sequence.hint_outcomes += lease.act_outcomes
         sequence.state = Waiting()
 
     def remove(self, sequence: Sequence) -> None:
