@@ -256,6 +256,7 @@ VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/v1/cache/release": (NOTHING, NOTHING),
     "/v1/cache/pin": (PROMPTS, NOTHING),
     "/v1/cache/warm": (PROMPTS, NOTHING),
+    "/v1/cache/hints": (PROMPTS, NOTHING),
     "/v1/cache/explain": (PROMPTS, NOTHING),
 }
 BODIES = ("made", "valid", "prompt", "valid", "made")  # in turn: hypothesis would draw mostly the first

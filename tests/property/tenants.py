@@ -212,6 +212,23 @@ def _stored(method: str, route: str) -> st.SearchStrategy[Ask]:
 
 
 # Requests to each route of the application.
+_ACTIONS = st.lists(
+    st.sampled_from(["kv.retain", "kv.demote", "kv.release", "kv.pin"]), min_size=1, max_size=3
+).map(
+    lambda types: {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [
+            {
+                "action_id": type,
+                "action_type": type,
+                "action_version": "1.0",
+                "payload": {"directives": [{"priority": 5, "duration": 60}]} if type == "kv.retain" else {},
+            }
+            for type in types
+        ],
+    }
+)
 ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/chat/completions"): _posted("/v1/chat/completions", _CHAT),
     ("POST", "/v1/completions"): _posted("/v1/completions", _COMPLETION),
@@ -245,6 +262,7 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/cache/release"): _posted("/v1/cache/release", _body(id=st.just("pin-unknown"))),
     ("GET", "/v1/cache/pins"): _plain("/v1/cache/pins"),
     ("GET", "/v1/cache/sessions"): _plain("/v1/cache/sessions"),
+    ("POST", "/v1/cache/hints"): _posted("/v1/cache/hints", _body(prompt=TEXTS, kv_hints=_ACTIONS)),
     ("GET", "/health"): _plain("/health"),
     ("GET", "/livez"): _plain("/livez"),
     ("GET", "/readyz"): _plain("/readyz"),
