@@ -47,6 +47,8 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
     said = {"max_tokens": 3, "temperature": 0}
     messages = [{"role": "user", "content": prompt}]
     compared = {"prompt_cache_options": {"comparison_response_id": "unknown"}}
+    demotion = {"action_id": "a", "action_type": "kv.demote", "action_version": "1.0", "payload": {}}
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [demotion]}
     asks = [
         Ask("POST", "/v1/completions", body={"prompt": prompt, **said}),
         Ask("POST", "/v1/chat/completions", body={"messages": messages, **said, **compared}),
@@ -64,6 +66,7 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
         Ask("POST", "/v1/cache/explain/messages", body={"messages": messages}),
         Ask("POST", "/v1/cache/explain/responses", body={"input": prompt}),
         Ask("POST", "/v1/cache/pin", body={"prompt": prompt}),
+        Ask("POST", "/v1/cache/hints", body={"prompt": prompt, "kv_hints": envelope}),
         Ask("POST", "/v1/cache/pin/completions", body={"prompt": prompt}),
         Ask("POST", "/v1/cache/pin/chat/completions", body={"messages": messages}),
         Ask("POST", "/v1/cache/pin/messages", body={"messages": messages}),

@@ -1,4 +1,4 @@
-"""Hints of clients to the cache, in the dialects of four APIs: Anthropic's, OpenAI's, Dynamo's and vLLM's.
+"""Hints of clients to the cache, in the dialects of Anthropic, OpenAI, Dynamo, vLLM and SGLang.
 
 Each route takes all of them. Of several hints about one thing the first in this order counts, and the others are
 refused:
