@@ -1,4 +1,4 @@
-"""Acts of hints: demotion, release and pins, with a request and without one, within what belongs to their tenant."""
+"""Acts of hints: demotion, release and pins, with a request and without one, within the prefixes of their tenant."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_request_that_does_not_finish_does_no_act(kind: ActKind, reason: Relea
     cache.check()
 
 
-# ---- what belongs to others
+# ---- prefixes of others
 
 
 @pytest.mark.behaviour(27)

@@ -2,7 +2,7 @@
 
 Nothing that others use or retain loses its place. A node belongs to a request if no other request uses it, if only
 the request's session has used it (or only requests without a session), if one branch at most goes on below it, and if
-nobody else retains it. The nodes above one that belongs to others belong to others, too.
+no other party retains it. The nodes above one that belongs to others belong to others, too.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PrefixActs:
         return found
 
     def _is_own(self, node: Node, references: int, lease: Lease) -> bool:
-        """Returns True if only the lease's session has used a node, and nobody else retains it."""
+        """Returns True if only the lease's session has used a node, and no other party retains it."""
         is_unused = node.session == lease.session and node.ref_count <= references and len(node.children) <= 1
         return is_unused and self._may_end(node, lease.session, lease)
 
@@ -166,7 +166,7 @@ class PrefixActs:
         return part
 
     def _may_end(self, entry: Node | Checkpoint, session: int, lease: Lease) -> bool:
-        """Returns True if nobody but the lease's tenant, and this session, retains a node with its checkpoints, or a
+        """Returns True if the lease's tenant alone, and this session, retains a node with its checkpoints, or a
         checkpoint."""
         tenant = _hints_of(lease).tenant
         grants = [one.grant for one in _entries(entry) if one.grant is not None and one.grant.is_charged]
