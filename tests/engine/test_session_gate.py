@@ -47,13 +47,20 @@ class Agents:
         if self.fails:
             raise EngineFault(RuntimeError("on purpose"))
 
-    def ask(self, session: str | None, answer: int = 2, tenant: str = "", ends: bool = False) -> Client:
+    def ask(
+        self,
+        session: str | None,
+        answer: int = 2,
+        tenant: str = "",
+        ends: bool = False,
+        parent: str | None = None,
+    ) -> Client:
         """Sends the next turn of a session."""
         name = f"{tenant}/{session}"
         seed = sum(map(ord, name))
         before = self.history.setdefault(name, [])
         before += numbers(seed + len(before), 2) if before else numbers(seed, PROMPT)
-        hints = None if session is None else CacheHints(tenant, session, "session", ends)
+        hints = None if session is None else CacheHints(tenant, session, "session", ends, parent=parent)
         client = Client(before, answer, sampling=GREEDY, hints=hints, salt=tenant)
 
         def sink(event: Event) -> None:
@@ -213,6 +220,20 @@ def test_sessions_that_were_active_go_before_new_ones() -> None:
     assert agents.is_held(new)
     assert not agents.is_held(active)
     agents.run(new, active)
+
+
+def test_a_session_that_works_for_an_active_one_goes_before_new_ones() -> None:
+    agents = Agents(2.5)
+    running = full(agents, "a", "b")
+    new, child = agents.ask("c"), agents.ask("d", parent="b")
+    agents.step()
+    assert agents.is_held(new)
+    assert agents.is_held(child)
+    agents.run(running)
+    agents.step()
+    assert agents.is_held(new)
+    assert not agents.is_held(child)
+    agents.run(new, child)
 
 
 def test_a_tenant_within_its_part_of_the_memory_is_not_held() -> None:

@@ -173,7 +173,7 @@ class Retainer:
         now = self._clock()
         self._every.expire()
         path = [node for node in reversed(list(lease.node.path())) if not isinstance(node, Root)]
-        if lease.session:
+        if lease.session and lease.num_computed_tokens > lease.hit_tokens:
             self._measure_session(lease, path)
         is_whole = _Application(self, lease, path, now).run() if lease.claims else True
         self._demote_if_overdrawn(lease, is_whole, now)

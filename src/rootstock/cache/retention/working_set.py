@@ -25,7 +25,7 @@ class Demand:
 
     tenant: str
     size_bytes: int
-    is_active: bool  # the session was admitted before, and goes on since
+    is_active: bool  # the session, or the one that it works for, was admitted before, and goes on since
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,16 @@ class WorkingSet:
         assert hints.session is not None, "only sessions have demands"
         session, now = self._sessions.find(hints.tenant, hints.session), self._clock()
         size = self._retainer.prompt_bytes(len(match.tokens) - match.length)
+        parent = None if hints.parent is None else self._sessions.find(hints.tenant, hints.parent)
+        serves_active = parent is not None and parent.is_active(now)  # whose tool call waits for it
         if session is None:
-            return Demand(hints.tenant, size, is_active=False)
+            return Demand(hints.tenant, size, serves_active)
         known = min(session.tokens, len(match.tokens))
         if session.running or (known and known - match.length <= SMALL_LOSS * known):
             return None
         session.yields_its_place = True
-        return Demand(hints.tenant, max(size, session.size_bytes), session.is_active(now))
+        is_active = serves_active or session.is_active(now)
+        return Demand(hints.tenant, max(size, session.size_bytes), is_active)
 
     def memory(self) -> SessionMemory:
         """Adds up the memory of the sessions that go on."""
