@@ -117,11 +117,18 @@ class World:
             if not due and not scheduler.has_work:
                 self._pass_until(min(each.ready_at for each in self.agents))
                 continue
-            stalls = self.engine.steps.is_stalled and scheduler.has_work
-            self.engine.step(self.engine.next_command() if stalls else None)
+            self._await_loads()
+            self.engine.step()
             loaded, before = self.cache.counters.loaded_tokens, loaded
             self._pass_until(self.clock.now + (loaded - before) * LOADED_S)
         return self
+
+    def _await_loads(self) -> None:
+        """Waits for loads, which take no time of the simulation until they have ended."""
+        waits_until = time.monotonic() + 5
+        while self.engine._commands.qsize() < self.engine.scheduler.tiers.loading:
+            assert time.monotonic() < waits_until, "a load does not end"
+            time.sleep(2e-4)
 
     def _compute(self, batch: Batch) -> None:
         decodes = any(len(each.tokens) == 1 and each.past for each in batch.segments)

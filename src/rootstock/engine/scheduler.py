@@ -434,9 +434,9 @@ class Scheduler:
                 continue
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match, step.now) or self._is_held(sequence, match, step.now):
+            if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
-            if self._admit_to_load(step, sequence, match):
+            if self._is_held(sequence, match, step.now):
                 continue
             admitted = self._ask_for_rows(sequence, match)
             while isinstance(admitted, Deferred) and self._drop_pin():

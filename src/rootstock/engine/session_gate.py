@@ -1,9 +1,10 @@
 """Admission by session: requests are held while the sessions that run need the memory.
 
-A request of a session whose prefix, or rows for it, are in memory is never held. Of the others, those of active
-sessions go first, as soon as the working set has room for them. New and long-idle sessions become active if, beyond
-that, the active sessions do not compete: their memory is at most OVERCOMMIT of what they may keep, or none of their
-requests was held for some time. A tenant that uses less than its part of the memory goes first and needs no room.
+A request is never held if its prefix is in memory or worth loading from a tier, or if rows are free for it. Of the
+others, those of active sessions go first, as soon as the working set has room for them. New and long-idle sessions
+become active if, beyond that, the active sessions do not compete: their memory is at most OVERCOMMIT of what they may
+keep, or none of their requests was held for some time. A tenant that uses less than its part of the memory goes first
+and needs no room.
 
 No request is held while nothing runs, or longer than its bound. A session that was held so long takes the place of
 the one that has been active longest: that one counts as a new session with its next request.
@@ -30,9 +31,7 @@ log = logging.getLogger(__name__)
 
 OVERCOMMIT = 1.5  # of the memory that sessions may keep: most sessions pause most of the time
 ADMISSIONS = ("room", "idle", "overdue")  # reasons
-ROTATION = (
-    0.1  # last part of the longest wait, in which a request enters as soon as another session gave its rows
-)
+ROTATION = 0.1  # last part of the longest wait, in which a request enters as soon as it can have its rows
 HIT_RATES = (0.95, 0.9, 0.8, 0.5, 0.0)  # at least, in the statistics
 CALM_S = 60.0  # without a held request of an active session: from then on, others become active
 
