@@ -58,6 +58,8 @@ class Options(TypedDict, total=False):
     max_batch: int
     chunk_tokens: int
     max_queue: int
+    max_session_wait_s: float
+    max_held: int
     context_limit: int | None
     seed: int | None
     itl_target_s: float | None
