@@ -547,8 +547,12 @@ class KVCache:
                 if not self.pools.resume_anywhere and reason.keeps_state:
                     self._checkpoints.leave_at_end(lease)
         comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
-        if lease.hints is not None:
-            self._acts.leave(lease, reason, comes_back=comes_back)
+        if (hints := lease.hints) is not None:
+            if hints.ends_session and not comes_back:
+                self._acts.end_session(lease)
+            self._retainer.retain(lease)
+            if hints.acts and reason is ReleaseReason.FINISHED:
+                self._acts.apply(lease, lease.prompt_tokens, lease.num_cached_tokens)
             self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 

@@ -256,7 +256,7 @@ class Engine:
         self._limits.refuse_impossible(request)
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
-        if self.parts.gate is not None:
+        if self.parts.gate is not None and self.parts.gate.held:
             self.parts.gate.refuse_if_full(request)
         sequence = self._sequences.make(request, sink, self.scope_of(request), self._clock())
 
@@ -419,7 +419,7 @@ class Engine:
 
         def sessions() -> list[tuple[SessionReport, int]]:
             found = self._cache.working_set.sessions(tenant)
-            if not gate:
+            if gate is None:
                 return [(session, 0) for session in found]
             return [(session, gate.held_of(session.tenant, session.name)) for session in found]
 
@@ -429,7 +429,7 @@ class Engine:
         """Returns how many requests of the same tenant are held for their session's place in memory; 0 for a request
         without a session. Does not wait."""
         gate = self.parts.gate
-        return gate.held_before(request) if gate else 0
+        return 0 if gate is None or not gate.held else gate.held_before(request)
 
     def usage(self) -> PoolUsage:
         """Reports the memory of the pools: O(1), unlike `stats`."""

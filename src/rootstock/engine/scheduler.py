@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,12 +80,10 @@ class LoadSource(Protocol):
 
 
 class Gate(Protocol):
-    """Gate that holds requests whose sessions have no place in memory. Its length is the number of held requests."""
+    """Gate that holds requests whose sessions have no place in memory."""
 
     @property
-    def sequences(self) -> list[Sequence]: ...  # held
-
-    def __len__(self) -> int: ...
+    def held(self) -> Mapping[Sequence, object]: ...  # always the same object
 
     def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
         """Decides whether to hold a request, while others run."""
@@ -212,6 +210,7 @@ class Scheduler:
         """
         self._cache = cache
         self._gate = gate
+        self._held: Mapping[Sequence, object] = {} if gate is None else gate.held
         self._proposer = proposer
         self.tiers = tiers or NoTiers()
         self._max_batch = max_batch
@@ -231,7 +230,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + (0 if self._gate is None else len(self._gate))
+        return len(self._waiting) + len(self._held)
 
     @property
     def running(self) -> int:
@@ -263,12 +262,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._gate)
+        return bool(self._running or self._waiting or self._held)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
-        yield from () if self._gate is None else self._gate.sequences
+        yield from self._held
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -288,8 +287,8 @@ class Scheduler:
         sequence is given up instead. Admissions and drafts never preempt.
         """
         step = _Step(now)
-        if self._gate:
-            self._admit_held(self._gate, now)
+        if self._held:
+            self._admit_held(now)
         # Before an eviction takes them: the only request is admitted before anything else can evict.
         is_alone = not self._running and len(self._waiting) == 1
         if not is_alone:
@@ -463,8 +462,11 @@ class Scheduler:
         self._unprotect_hit(sequence)
         return True
 
-    def _admit_held(self, gate: Gate, now: float) -> None:
-        self._waiting.extend(gate.admit(now, is_idle=not self._running, others_wait=bool(self._waiting)))
+    def _admit_held(self, now: float) -> None:
+        assert self._gate is not None
+        self._waiting.extend(
+            self._gate.admit(now, is_idle=not self._running, others_wait=bool(self._waiting))
+        )
 
     def _ask_for_rows(
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None
@@ -704,7 +706,7 @@ class Scheduler:
         for sequence in self._waiting:
             assert sequence.lease is None
             assert not isinstance(sequence.state, Ended | Held)
-        for sequence in () if self._gate is None else self._gate.sequences:
+        for sequence in self._held:
             assert isinstance(sequence.state, Held)
 
 

@@ -54,11 +54,11 @@ class SessionGate(Part):
     """The gate of requests whose sessions have no place in memory. Owned by the engine's thread."""
 
     def __init__(self, cache: KVCache, most_wait_s: float, most_held: int) -> None:
-        """Holds at most `most_held` requests, each for `most_wait_s` at most."""
+        """Holds at most `most_held` requests, each for `most_wait_s` at most. `held` stays the same object."""
         self._cache = cache
         self._most_wait_s = most_wait_s
         self._most_held = most_held
-        self._held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
+        self.held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
         self._tenants = Counter[str]()  # held requests by tenant
         self._entering: list[HeldRequest] = []  # admitted here, and not yet by the cache
         self._rotated_for: HeldRequest | None = None
@@ -66,17 +66,9 @@ class SessionGate(Part):
         self._counts = Counter[str]()  # held requests by the reason of their admission
         self._held_s = 0.0  # in all, of those that were admitted
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The held sequences, in order of arrival at the gate."""
-        return list(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
     def refuse_if_full(self, request: Request) -> None:
         """Raises SessionsFull for a request of a session if too many are held. From any thread."""
-        if len(self._held) >= self._most_held and _session_of(request) is not None:
+        if len(self.held) >= self._most_held and _session_of(request) is not None:
             raise SessionsFull(self._most_held, self._most_wait_s)
 
     def held_before(self, request: Request) -> int:
@@ -99,14 +91,14 @@ class SessionGate(Part):
             return False
         self._note_contention(now)
         held, memory = HeldRequest(sequence, demand, now), self._memory()
-        if self._first([*self._held.values(), held], memory) is held and self._fits(demand, memory, now):
+        if self._first([*self.held.values(), held], memory) is held and self._fits(demand, memory, now):
             return False
         sequence.state, sequence.held_at = Held(), now
-        self._held[sequence] = held
+        self.held[sequence] = held
         self._tenants[demand.tenant] += 1
         log.info(
             "a request is held until its session has a place in memory: %d are held",
-            len(self._held),
+            len(self.held),
             extra=sequence.log_fields,
         )
         return True
@@ -115,11 +107,11 @@ class SessionGate(Part):
         """Takes out the requests that are held no longer. `is_idle`: nothing runs. `others_wait`: for admission."""
         self._note_contention(now)
         memory = self._memory()
-        first = self._first(self._held.values(), memory)
+        first = self._first(self.held.values(), memory)
         if not others_wait and (is_idle or (self._fits(first.demand, memory, now) and self._has_rows(first))):
             return [self._admit(first, now, "idle" if is_idle else "room")]
         # One enters after the other: many at once would delay all others, and none of them would be faster.
-        oldest = next(iter(self._held.values()))
+        oldest = next(iter(self.held.values()))
         if self._entering or now - oldest.since < (1 - ROTATION) * self._most_wait_s:
             return []
         if self._rotated_for is not oldest:
@@ -157,13 +149,13 @@ class SessionGate(Part):
         return min(held, key=lambda each: (memory.expected[each.demand.tenant], not each.demand.is_active))
 
     def _note_contention(self, now: float) -> None:
-        if any(held.demand.is_active for held in self._held.values()):
+        if any(held.demand.is_active for held in self.held.values()):
             self._contended_at = now
 
     def _fits(self, demand: Demand, memory: SessionMemory, now: float) -> bool:
         """Returns whether the memory has room for a session, or must make room for it."""
         budget_bytes = self._cache.working_set.budget_bytes
-        tenants = {*memory.expected, *(held.demand.tenant for held in self._held.values()), demand.tenant}
+        tenants = {*memory.expected, *(held.demand.tenant for held in self.held.values()), demand.tenant}
         if len(tenants) > 1 and memory.expected[demand.tenant] + demand.size_bytes <= budget_bytes // len(
             tenants
         ):
@@ -182,19 +174,19 @@ class SessionGate(Part):
         asked = (tenant, session)
         return sum(
             hints is not None and (hints.tenant, hints.session) == asked
-            for hints in (sequence.request.hints for sequence in self._held)
+            for hints in (sequence.request.hints for sequence in self.held)
         )
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a held request out."""
-        held = self._held.pop(sequence)
+        held = self.held.pop(sequence)
         self._tenants[held.demand.tenant] -= 1
         if not self._tenants[held.demand.tenant]:
             del self._tenants[held.demand.tenant]
 
     def clear(self) -> None:
         """Drops every held request."""
-        self._held.clear()
+        self.held.clear()
         self._tenants.clear()
         self._entering.clear()
 
@@ -212,7 +204,7 @@ class SessionGate(Part):
                 expected_bytes=memory.expected_bytes,
                 active_bytes=memory.active_bytes,
                 budget_bytes=working_set.budget_bytes,
-                held=len(self._held),
+                held=len(self.held),
                 admitted=dict(self._counts),
                 held_s=self._held_s,
             )

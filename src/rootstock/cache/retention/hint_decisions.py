@@ -216,9 +216,10 @@ class Retainer:
 
         What hints retain of it counts as overdue. Its session gives its place to sessions that wait for one.
         """
-        session = self.sessions.get(leaf.session)
-        if session is not None:
-            session.yields_its_place = True
+        if leaf.session:
+            session = self.sessions.get(leaf.session)
+            if session is not None:
+                session.yields_its_place = True
         for node in leaf.path():
             if isinstance(node, Root) or node.session != leaf.session or node.ref_count:
                 return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rootstock.cache.lease import Lease, ReleaseReason
+from rootstock.cache.lease import Lease
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
 from rootstock.cache.retention.hint_decisions import Retainer
@@ -48,15 +48,6 @@ class PrefixActs:
         self._pins = pins
         self._pin = pin
         self._release_pin = release_pin
-
-    def leave(self, lease: Lease, reason: ReleaseReason, *, comes_back: bool) -> None:
-        """Applies the hints of a lease that is about to leave the tree: the end of its session, retention, acts."""
-        hints = _hints_of(lease)
-        if hints.ends_session and not comes_back:
-            self.end_session(lease)
-        self._retainer.retain(lease)
-        if hints.acts and reason is ReleaseReason.FINISHED:
-            self.apply(lease, lease.prompt_tokens, lease.num_cached_tokens)
 
     def end_session(self, lease: Lease) -> None:
         """Demotes the private part of the lease's session: the nodes that no other request has used."""
