@@ -247,6 +247,7 @@ class EngineConfig:
         "0: No session waits for another.",
         TIME,
         least=0,
+        most=86_400,
         advanced=True,
     )
     max_held: int = option(

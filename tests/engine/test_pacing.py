@@ -101,6 +101,26 @@ def test_a_target_that_cannot_be_kept_does_not_starve_prefill() -> None:
     assert {tokens for _, tokens, _ in machine.mixed[1:-1]} == {LEAST_TOKENS}
 
 
+@pytest.mark.parametrize("target_s", [TARGET_S, None], ids=["paced", "not paced"])
+def test_short_prompts_pass_a_long_one_and_do_not_starve_it(target_s: float | None) -> None:
+    machine = Machine()
+    bench = paced(machine, target_s)
+    mixed_traffic(bench)
+    bench.ask(numbers(30, 100), max_tokens=2000)
+    bench.run(steps=3)
+    long = bench.ask(numbers(31, 20_000), max_tokens=1)
+    bench.run(steps=2)
+    passed = 0
+    for number in range(400):
+        if long.terminals:
+            break
+        short = bench.ask(numbers(100 + number, 12), max_tokens=1)
+        bench.run(steps=2)
+        passed += bool(short.terminals)
+    assert long.finished.reason == "length"
+    assert passed > 10
+
+
 def test_several_prompts_share_the_room_of_a_step() -> None:
     machine = Machine()
     bench = paced(machine)

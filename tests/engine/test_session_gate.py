@@ -54,12 +54,13 @@ class Agents:
         tenant: str = "",
         ends: bool = False,
         parent: str | None = None,
+        prompt: int = PROMPT,
     ) -> Client:
         """Sends the next turn of a session."""
         name = f"{tenant}/{session}"
         seed = sum(map(ord, name))
         before = self.history.setdefault(name, [])
-        before += numbers(seed + len(before), 2) if before else numbers(seed, PROMPT)
+        before += numbers(seed + len(before), 2) if before else numbers(seed, prompt)
         hints = None if session is None else CacheHints(tenant, session, "session", ends, parent=parent)
         client = Client(before, answer, sampling=GREEDY, hints=hints, salt=tenant)
 
@@ -257,6 +258,46 @@ def test_further_requests_are_refused_when_as_many_as_allowed_are_held() -> None
     with pytest.raises(SessionsFull, match="--max-held"):
         agents.ask("d")
     agents.ask(None)  # has no session
+
+
+def test_a_request_that_finds_no_room_holds_no_smaller_one_back() -> None:
+    agents = Agents(4.5)
+    running = full(agents, "a", "b", "c", "d")
+    large = agents.ask("large", tenant="other", prompt=4 * PROMPT)
+    agents.step()
+    assert agents.is_held(large)
+    agents.run(agents.ask("c", ends=True), agents.ask("d", ends=True))
+    small = agents.ask("e")
+    agents.step()
+    agents.step()
+    assert agents.is_held(large)
+    assert not agents.is_held(small)
+    agents.run(running, small, large)
+
+
+def test_a_burst_is_held_up_to_the_bound_and_each_tenant_has_its_part() -> None:
+    agents = Agents(2.5, held=4)
+    full(agents, "a", "b")
+    burst = [agents.ask(f"of a {number}") for number in range(6)]
+    agents.step()
+    failed = [client for client in burst if client.events]
+    assert len(failed) == 2
+    assert all(isinstance(client.events[-1], Failed) for client in failed)
+    agents.ask("b")  # has its place
+    with pytest.raises(SessionsFull):
+        agents.ask("g")
+
+
+def test_a_short_request_beside_a_conversation_leaves_its_session_as_it_is() -> None:
+    agents = Agents(4.5)
+    agents.answer("a")
+    (before,) = agents.cache.working_set.sessions("")
+    agents.history["/a"], kept = [], agents.history["/a"]
+    agents.run(agents.ask("a", prompt=6))
+    agents.history["/a"] = kept
+    (after,) = agents.cache.working_set.sessions("")
+    assert after.size_bytes == before.size_bytes
+    assert after.is_expected
 
 
 def test_held_requests_can_be_aborted_and_fail_with_the_engine() -> None:

@@ -387,7 +387,7 @@ def _live(
         seed=seed,
         draft_tokens=None if drafts else 0,
         idle_work=seed // 3 % 2 == 0,
-        max_session_wait_s=float(shares.choice([0.0, 3.0, 50.0, math.inf])),
+        max_session_wait_s=float(shares.choice([0.0, 3.0, 50.0, 86_400.0])),
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
     clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays

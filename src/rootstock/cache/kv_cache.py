@@ -354,7 +354,7 @@ class KVCache:
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
             if hints is not None and (counted or hints.retentions):
-                self._retainer.begin(hints, answer.lease)
+                self._retainer.begin(hints, answer.lease, comes_back=comes_back)
             elif counted:
                 self._retainer.tenants.note(None, match.scope.namespace.salt, self._clock())
             if share is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -257,7 +257,7 @@ class Engine:
         self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
         if self.parts.gate is not None and self.parts.gate.held:
-            self.parts.gate.refuse_if_full(request)
+            self.parts.gate.refuse_if_full(request, self._clock())
         sequence = self._sequences.make(request, sink, self.scope_of(request), self._clock())
 
         def begin() -> None:
@@ -413,15 +413,13 @@ class Engine:
         """Returns the pinned prefixes of one tenant, or of all."""
         return self.call(lambda: self._cache.pins(tenant))
 
-    def sessions(self, tenant: str | None = None) -> list[tuple[SessionReport, int]]:
-        """Describes the sessions of one tenant, or of all, each with the number of its held requests."""
+    def sessions(self, tenant: str | None = None, most: int = 1000) -> list[SessionReport]:
+        """Describes the latest sessions of one tenant, or of all, those with held requests first."""
         gate = self.parts.gate
 
-        def sessions() -> list[tuple[SessionReport, int]]:
-            found = self._cache.working_set.sessions(tenant)
-            if gate is None:
-                return [(session, 0) for session in found]
-            return [(session, gate.held_of(session.tenant, session.name)) for session in found]
+        def sessions() -> list[SessionReport]:
+            held = Counter[tuple[str, str]]() if gate is None else gate.sessions(tenant)
+            return self._cache.working_set.sessions(tenant, most, held)
 
         return self.call(sessions)
 

@@ -34,7 +34,7 @@ from rootstock.engine.sequence import (
     Waiting,
     WaitingForPrefix,
 )
-from rootstock.errors import OutOfBlocks, RootstockError
+from rootstock.errors import OutOfBlocks, RootstockError, SessionsFull
 from rootstock.runtime.base import Segment
 
 PROTECTED_REQUESTS = 16  # the first requests of the queue protect the entries that they would hit
@@ -86,10 +86,10 @@ class Gate(Protocol):
     def held(self) -> Mapping[Sequence, object]: ...  # always the same object
 
     def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
-        """Decides whether to hold a request, while others run."""
+        """Decides whether to hold a request, while others run. Raises SessionsFull."""
         ...
 
-    def admit(self, now: float, *, is_idle: bool, others_wait: bool) -> list[Sequence]:
+    def admit(self, now: float, *, is_idle: bool, earliest_waiting: int | None) -> list[Sequence]:
         """Takes out the requests that are held no longer: at least one if nothing else runs or waits."""
         ...
 
@@ -181,6 +181,10 @@ class _Step:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     to_load: list[Sequence] = field(default_factory=list)
     given_up: list[tuple[Sequence, RootstockError]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(item.tokens) for item in self.scheduled)
 
     def without_preempted(self) -> None:
         """Drops sequences that were preempted after they were scheduled."""
@@ -338,17 +342,16 @@ class Scheduler:
     def _schedule_short_prompts(self, step: _Step) -> None:
         """Schedules prompts that half of the budget computes to their end, if another one would take all of it."""
         first = next((each.state for each in self._running if isinstance(each.state, Prefilling)), None)
-        if (
-            first is None
-            or _left(first.lease) <= step.budget
-            or not (self._waiting or len(self._running) > 1)
-        ):
+        if first is None or not (self._waiting or len(self._running) > 1):
             return
-        kept = step.budget - step.budget // 2
-        step.budget -= kept
-        self._schedule_prefills(step, step.budget)
-        self._admit(step, step.budget)
-        step.budget += kept
+        budget, room, planned = step.budget, min(step.budget, self._paced(step, 0)), step.tokens
+        if _left(first.lease) <= room:
+            return
+        step.budget = room // 2
+        self._schedule_prefills(step, room // 2)
+        self._admit(step, room // 2)
+        step.budget = budget - (step.tokens - planned)
+        self._end_with_first_token(step)
 
     def _schedule_prefills(self, step: _Step, most_left: int | None = None) -> None:
         """Schedules the running prefills, or those that have at most `most_left` tokens left."""
@@ -435,7 +438,7 @@ class Scheduler:
                 sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
-            if self._is_held(sequence, match, step.now):
+            if self._is_held(step, sequence, match):
                 continue
             admitted = self._ask_for_rows(sequence, match)
             while isinstance(admitted, Deferred) and self._drop_pin():
@@ -454,19 +457,22 @@ class Scheduler:
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
 
-    def _is_held(self, sequence: Sequence, match: Match, now: float) -> bool:
+    def _is_held(self, step: _Step, sequence: Sequence, match: Match) -> bool:
         """Holds a request whose session has no place in memory, while others run."""
-        if self._gate is None or not self._running or not self._gate.holds(sequence, match, now):
-            return False
+        try:
+            if self._gate is None or not self._running or not self._gate.holds(sequence, match, step.now):
+                return False
+        except SessionsFull as error:
+            step.given_up.append((sequence, error))
         self._waiting.remove(sequence)
         self._unprotect_hit(sequence)
         return True
 
     def _admit_held(self, now: float) -> None:
         assert self._gate is not None
-        self._waiting.extend(
-            self._gate.admit(now, is_idle=not self._running, others_wait=bool(self._waiting))
-        )
+        earliest = min((sequence.arrival for sequence in self._waiting), default=None)
+        for sequence in self._gate.admit(now, is_idle=not self._running, earliest_waiting=earliest):
+            self._put_back(sequence)
 
     def _ask_for_rows(
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,22 +61,33 @@ class SessionGate(Part):
         self.held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
         self._tenants = Counter[str]()  # held requests by tenant
         self._entering: list[HeldRequest] = []  # admitted here, and not yet by the cache
+        self._known: tuple[tuple[float, int], SessionMemory] | None = (
+            None  # at a time, of a version of the tree
+        )
         self._rotated_for: HeldRequest | None = None
         self._contended_at: float | None = None  # when a request of an active session was held last
         self._counts = Counter[str]()  # held requests by the reason of their admission
         self._held_s = 0.0  # in all, of those that were admitted
 
-    def refuse_if_full(self, request: Request) -> None:
-        """Raises SessionsFull for a request of a session if too many are held. From any thread."""
-        if len(self.held) >= self._most_held and _session_of(request) is not None:
+    def refuse_if_full(self, request: Request, now: float) -> None:
+        """Raises SessionsFull for a request that would be held one too many. From any thread."""
+        hints = request.hints
+        if hints is None or hints.session is None or not self._is_full(hints.tenant):
+            return
+        if not self._cache.working_set.expects(hints, now):
             raise SessionsFull(self._most_held, self._most_wait_s)
+
+    def _is_full(self, tenant: str) -> bool:
+        """Returns whether no more requests of a tenant can be held: tenants with held requests have equal parts."""
+        part = self._most_held // max(1, len(self._tenants) + (tenant not in self._tenants))
+        return len(self.held) >= self._most_held or self._tenants.get(tenant, 0) >= max(1, part)
 
     def held_before(self, request: Request) -> int:
         """Returns how many requests of the request's tenant are held, if it names a session. From any thread."""
         return self._tenants.get(request.hints.tenant, 0) if _session_of(request) and request.hints else 0
 
     def holds(self, sequence: Sequence, match: Match, now: float) -> bool:
-        """Decides whether to hold a request, while others run. It is held once at most."""
+        """Decides whether to hold a request, while others run. It is held once at most. Raises SessionsFull."""
         hints = sequence.request.hints
         if hints is None or hints.session is None:
             return False
@@ -90,9 +101,12 @@ class SessionGate(Part):
         if demand is None:
             return False
         self._note_contention(now)
-        held, memory = HeldRequest(sequence, demand, now), self._memory()
-        if self._first([*self.held.values(), held], memory) is held and self._fits(demand, memory, now):
+        held, memory = HeldRequest(sequence, demand, now), self._memory(now)
+        if self._first(self._fitting([*self.held.values(), held], memory, now), memory) is held:
+            memory.expected[demand.tenant] += demand.size_bytes
             return False
+        if self._is_full(demand.tenant):
+            raise SessionsFull(self._most_held, self._most_wait_s)
         sequence.state, sequence.held_at = Held(), now
         self.held[sequence] = held
         self._tenants[demand.tenant] += 1
@@ -103,23 +117,41 @@ class SessionGate(Part):
         )
         return True
 
-    def admit(self, now: float, *, is_idle: bool, others_wait: bool) -> list[Sequence]:
-        """Takes out the requests that are held no longer. `is_idle`: nothing runs. `others_wait`: for admission."""
+    def admit(self, now: float, *, is_idle: bool, earliest_waiting: int | None) -> list[Sequence]:
+        """Takes out the requests that are held no longer.
+
+        `is_idle`: nothing runs. `earliest_waiting` is the arrival of the first request that waits for admission:
+        none that came later enters before it, but at the end of its longest wait.
+        """
         self._note_contention(now)
-        memory = self._memory()
-        first = self._first(self.held.values(), memory)
-        if not others_wait and (is_idle or (self._fits(first.demand, memory, now) and self._has_rows(first))):
-            return [self._admit(first, now, "idle" if is_idle else "room")]
-        # One enters after the other: many at once would delay all others, and none of them would be faster.
+        for held in self.held.values():
+            if self._cache.working_set.runs(held.sequence.request.hints):
+                return [self._admit(held, now, "room")]
+        memory = self._memory(now)
         oldest = next(iter(self.held.values()))
+        first, reason = self._first(self._fitting(self.held.values(), memory, now), memory), "room"
+        if first is None and is_idle:
+            first, reason = self._first(self.held.values(), memory), "idle"
+        may_enter = first is not None and (
+            earliest_waiting is None or first.sequence.arrival < earliest_waiting
+        )
+        if first is not None and may_enter and (is_idle or self._has_rows(first)):
+            return [self._admit(first, now, reason)]
+        overdue = [held for held in self.held.values() if now - held.since >= self._most_wait_s]
+        if overdue:
+            for held in overdue:
+                self._rotate_for(held)
+            return [self._admit(held, now, "overdue") for held in overdue]
+        # One enters after the other: many at once would delay all others, and none of them would be faster.
         if self._entering or now - oldest.since < (1 - ROTATION) * self._most_wait_s:
             return []
-        if self._rotated_for is not oldest:
+        self._rotate_for(oldest)
+        return [self._admit(oldest, now, "overdue")] if self._has_rows(oldest) else []
+
+    def _rotate_for(self, held: HeldRequest) -> None:
+        if self._rotated_for is not held:
             self._cache.working_set.rotate()
-            self._rotated_for = oldest
-        if self._has_rows(oldest) or now - oldest.since >= self._most_wait_s:
-            return [self._admit(oldest, now, "overdue")]
-        return []
+            self._rotated_for = held
 
     def _has_rows(self, held: HeldRequest) -> bool:
         """Returns whether a held request would run at once, instead of making others wait for its rows."""
@@ -135,18 +167,29 @@ class SessionGate(Part):
         self._held_s += held.sequence.held_s
         return held.sequence
 
-    def _memory(self) -> SessionMemory:
+    def _memory(self, now: float) -> SessionMemory:
         """Adds up the memory of the sessions that go on, and of those that are about to."""
-        memory = self._cache.working_set.memory()
-        self._entering = [held for held in self._entering if held.is_entering]
-        for held in self._entering:
-            memory.expected[held.demand.tenant] += held.demand.size_bytes
-        return memory
+        key = now, self._cache.tree.version
+        if self._known is None or self._known[0] != key:
+            memory = self._cache.working_set.memory()
+            self._entering = [held for held in self._entering if held.is_entering]
+            for held in self._entering:
+                memory.expected[held.demand.tenant] += held.demand.size_bytes
+            self._known = key, memory
+        return self._known[1]
 
-    @staticmethod
-    def _first(held: Iterable[HeldRequest], memory: SessionMemory) -> HeldRequest:
+    def _first(self, held: Iterable[HeldRequest], memory: SessionMemory) -> HeldRequest | None:
         """Returns the next one to admit: of the tenant that uses least, of an active session, held longest."""
-        return min(held, key=lambda each: (memory.expected[each.demand.tenant], not each.demand.is_active))
+        return min(
+            held,
+            key=lambda each: (memory.expected[each.demand.tenant], not each.demand.is_active),
+            default=None,
+        )
+
+    def _fitting(
+        self, held: Iterable[HeldRequest], memory: SessionMemory, now: float
+    ) -> Iterator[HeldRequest]:
+        return (each for each in held if self._fits(each.demand, memory, now))
 
     def _note_contention(self, now: float) -> None:
         if any(held.demand.is_active for held in self.held.values()):
@@ -155,7 +198,7 @@ class SessionGate(Part):
     def _fits(self, demand: Demand, memory: SessionMemory, now: float) -> bool:
         """Returns whether the memory has room for a session, or must make room for it."""
         budget_bytes = self._cache.working_set.budget_bytes
-        tenants = {*memory.expected, *(held.demand.tenant for held in self.held.values()), demand.tenant}
+        tenants = {*memory.expected, *self._tenants, demand.tenant}
         if len(tenants) > 1 and memory.expected[demand.tenant] + demand.size_bytes <= budget_bytes // len(
             tenants
         ):
@@ -169,12 +212,13 @@ class SessionGate(Part):
             or memory.active_bytes + demand.size_bytes <= OVERCOMMIT * budget_bytes
         )
 
-    def held_of(self, tenant: str, session: str) -> int:
-        """Counts the held requests of a session."""
-        asked = (tenant, session)
-        return sum(
-            hints is not None and (hints.tenant, hints.session) == asked
-            for hints in (sequence.request.hints for sequence in self.held)
+    def sessions(self, tenant: str | None) -> Counter[tuple[str, str]]:
+        """Counts the held requests of each session, by tenant and name: of one tenant, or of all."""
+        named = [sequence.request.hints for sequence in self.held]
+        return Counter(
+            (hints.tenant, hints.session)
+            for hints in named
+            if hints is not None and hints.session is not None and tenant in (None, hints.tenant)
         )
 
     def remove(self, sequence: Sequence) -> None:
@@ -189,17 +233,18 @@ class SessionGate(Part):
         self.held.clear()
         self._tenants.clear()
         self._entering.clear()
+        self._known = None
 
     def stats(self) -> Mapping[str, Any]:
         working_set = self._cache.working_set
-        memory, known = working_set.memory(), working_set.sessions()
+        memory, (known, active, hit_rates) = working_set.memory(), working_set.count()
         by_hit_rate = dict.fromkeys(map(str, HIT_RATES), 0)
-        for session in known:
-            by_hit_rate[str(next(rate for rate in HIT_RATES if session.hit_rate >= rate))] += 1
+        for found in hit_rates:
+            by_hit_rate[str(next(rate for rate in HIT_RATES if found >= rate))] += 1
         return {
             "sessions": SessionStats(
-                known=len(known),
-                active=sum(session.is_active for session in known),
+                known=known,
+                active=active,
                 by_hit_rate=by_hit_rate,
                 expected_bytes=memory.expected_bytes,
                 active_bytes=memory.active_bytes,

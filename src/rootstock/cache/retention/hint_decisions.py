@@ -87,7 +87,7 @@ class Retainer:
 
     # ------------------------------------------------------------------------------------ at admission
 
-    def begin(self, hints: CacheHints, lease: Lease) -> None:
+    def begin(self, hints: CacheHints, lease: Lease, *, comes_back: bool = False) -> None:
         """Decides about the hints of an admitted request; its lease gets the claims and the outcomes."""
         now = self._clock()
         pause: ExpectedPause | None = None
@@ -96,9 +96,10 @@ class Retainer:
             lease.session, pause = session.id, session.pause
             missed_bytes = self.prompt_bytes(lease.prompt_tokens - lease.hit_tokens)
             session.size_bytes = max(session.size_bytes, missed_bytes)
-            session.requests += 1
-            session.prompt_tokens += lease.prompt_tokens
-            session.hit_tokens += lease.hit_tokens
+            if not comes_back:
+                session.requests += 1
+                session.prompt_tokens += lease.prompt_tokens
+                session.hit_tokens += lease.hit_tokens
         self._decide(hints, lease, pause, now)
 
     def begin_alone(self, hints: CacheHints, lease: Lease) -> None:
@@ -183,6 +184,8 @@ class Retainer:
         session = self.sessions.get(lease.session)
         if session is None:  # dropped meanwhile
             return
+        if 2 * lease.num_computed_tokens < session.tokens:
+            return  # a short request beside the conversation, such as one for a title
         session.tokens = lease.num_computed_tokens
         own = [node for node in path if node.session == session.id]
         entries: list[Node | Checkpoint] = [*own, *(at for node in own for at in node.checkpoints.values())]

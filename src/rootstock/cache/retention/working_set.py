@@ -6,8 +6,9 @@ describes the same of programs and pages). The engine keeps the working set with
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rootstock.cache.lease import Match
@@ -34,15 +35,16 @@ class SessionReport:
 
     tenant: str
     name: str
-    running: int  # requests
-    is_expected: bool  # it is in the working set
-    is_active: bool
-    idle_s: float  # since its last request ended; 0: one runs, or was preempted just now
-    expected_pause_s: float  # after its last request
-    size_bytes: int  # of the part of the cache that it alone uses
-    requests: int
-    prompt_tokens: int  # of all its requests
-    hit_tokens: int  # of these
+    held: int = 0  # requests that wait for its place in memory
+    running: int = 0  # requests
+    is_expected: bool = False  # it is in the working set
+    is_active: bool = False
+    idle_s: float = 0.0  # since its last request ended; 0: one runs, or was preempted just now
+    expected_pause_s: float = 0.0  # after its last request
+    size_bytes: int = 0  # of the part of the cache that it alone uses
+    requests: int = 0
+    prompt_tokens: int = 0  # of all its requests
+    hit_tokens: int = 0  # of these
 
     @property
     def hit_rate(self) -> float:
@@ -89,6 +91,8 @@ class WorkingSet:
         known = min(session.tokens, len(match.tokens))
         if session.running or (known and known - match.length <= SMALL_LOSS * known):
             return None
+        if size <= SMALL_LOSS * session.size_bytes:
+            return None  # a short request beside the conversation
         session.yields_its_place = True
         is_active = serves_active or session.is_active(now)
         return Demand(hints.tenant, max(size, session.size_bytes), is_active)
@@ -120,16 +124,50 @@ class WorkingSet:
         if active:
             min(active)[2].active_since = None
 
-    def sessions(self, tenant: str | None = None) -> list[SessionReport]:
-        """Describes the known sessions of a tenant, or all; of a tenant, the one used longest ago first."""
-        now = self._clock()
-        return [_report(session, now) for session in self._sessions.of(tenant)]
+    def expects(self, hints: CacheHints, now: float) -> bool:
+        """Returns whether a request's session has a place in memory. From any thread."""
+        session = None if hints.session is None else self._sessions.find(hints.tenant, hints.session)
+        return session is not None and session.is_expected(now)
+
+    def runs(self, hints: CacheHints | None) -> bool:
+        """Returns whether another request of a request's session runs."""
+        if hints is None or hints.session is None:
+            return False
+        session = self._sessions.find(hints.tenant, hints.session)
+        return session is not None and session.running > 0
+
+    def sessions(
+        self, tenant: str | None, most: int = 1000, held: Mapping[tuple[str, str], int] | None = None
+    ) -> list[SessionReport]:
+        """Describes the latest sessions of a tenant, or of all, those with held requests first.
+
+        `held` are the numbers of held requests by tenant and name, also of sessions that were never admitted.
+        """
+        now, waiting = self._clock(), held or {}
+        known = self._sessions.of(tenant)
+        latest = heapq.nlargest(most, known, key=lambda session: now if session.running else session.left_at)
+        described = [
+            _report(session, waiting.get((session.tenant, session.name), 0), now) for session in latest
+        ]
+        new = [
+            SessionReport(*names, held=count)
+            for names, count in waiting.items()
+            if self._sessions.find(*names) is None
+        ]
+        return sorted([*new, *described], key=lambda session: not session.held)[:most]
+
+    def count(self) -> tuple[int, int, list[float]]:
+        """Counts the known sessions and the active ones, and returns the hit rates of the known ones."""
+        now, known = self._clock(), self._sessions.of(None)
+        rates = [session.hit_tokens / session.prompt_tokens for session in known if session.prompt_tokens]
+        return len(known), sum(session.is_active(now) for session in known), rates
 
 
-def _report(session: CacheSession, now: float) -> SessionReport:
+def _report(session: CacheSession, held: int, now: float) -> SessionReport:
     return SessionReport(
         session.tenant,
         session.name,
+        held,
         session.running,
         session.is_expected(now),
         session.is_active(now),

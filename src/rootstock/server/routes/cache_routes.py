@@ -95,17 +95,18 @@ def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         """Lists the sessions of the tenant, the latest first. The operator sees the sessions of all tenants."""
         owner = owner_of_pins(request, sender, config)
         listed = [
-            (one, session, held)
-            for one, found in models.ask_loaded(lambda model: model.engine.sessions(owner))
-            for session, held in found
+            (one, session)
+            for one, found in models.ask_loaded(
+                lambda model: model.engine.sessions(owner, MAX_LISTED_SESSIONS)
+            )
+            for session in found
         ]
-        listed.sort(key=lambda each: each[1].idle_s)
+        listed.sort(key=lambda each: (not each[1].held, each[1].idle_s))
         return {
             "sessions": [
-                _session(session, held) | ({"model": one.name} if models.are_several else {})
-                for one, session, held in listed[:MAX_LISTED_SESSIONS]
-            ],
-            "known": len(listed),
+                _session(session) | ({"model": one.name} if models.are_several else {})
+                for one, session in listed[:MAX_LISTED_SESSIONS]
+            ]
         }
 
     @router.post("/clear", responses=documented_errors(404, 409, 415, 429))
@@ -158,9 +159,9 @@ def _cleared(
     return error_response(failure, lambda error: error_body(error) | {"models": told})
 
 
-def _session(session: SessionReport, held: int) -> dict[str, Any]:
+def _session(session: SessionReport) -> dict[str, Any]:
     state = "idle"
-    if held:
+    if session.held:
         state = "held"
     elif session.running:
         state = "running"
@@ -173,7 +174,7 @@ def _session(session: SessionReport, held: int) -> dict[str, Any]:
         "tenant": session.tenant,
         "state": state,
         "running": session.running,
-        "held": held,
+        "held": session.held,
         "idle_s": round(session.idle_s, 3),
         "expected_pause_s": round(session.expected_pause_s, 3),
         "bytes": session.size_bytes,
