@@ -6,8 +6,9 @@ become active if, beyond that, the active sessions do not compete: their memory 
 keep, or none of their requests was held for some time. A tenant that uses less than its part of the memory goes first
 and needs no room.
 
-No request is held while nothing runs, or longer than its bound. A session that was held so long takes the place of
-the one that has been active longest: that one counts as a new session with its next request.
+No request is held while nothing runs, or longer than its bound, unless more requests reach it than can enter: they
+enter one after the other. A session that was held so long takes the place of the one that has been active longest:
+that one counts as a new session with its next request.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class SessionGate(Part):
         """Takes out the requests that are held no longer.
 
         `is_idle`: nothing runs. `earliest_waiting` is the arrival of the first request that waits for admission:
-        none that came later enters before it, but at the end of its longest wait.
+        none that came later enters before it, but for one at the end of its longest wait.
         """
         self._note_contention(now)
         for held in self.held.values():
@@ -137,21 +138,15 @@ class SessionGate(Part):
         )
         if first is not None and may_enter and (is_idle or self._has_rows(first)):
             return [self._admit(first, now, reason)]
-        overdue = [held for held in self.held.values() if now - held.since >= self._most_wait_s]
-        if overdue:
-            for held in overdue:
-                self._rotate_for(held)
-            return [self._admit(held, now, "overdue") for held in overdue]
         # One enters after the other: many at once would delay all others, and none of them would be faster.
         if self._entering or now - oldest.since < (1 - ROTATION) * self._most_wait_s:
             return []
-        self._rotate_for(oldest)
-        return [self._admit(oldest, now, "overdue")] if self._has_rows(oldest) else []
-
-    def _rotate_for(self, held: HeldRequest) -> None:
-        if self._rotated_for is not held:
+        if self._rotated_for is not oldest:
             self._cache.working_set.rotate()
-            self._rotated_for = held
+            self._rotated_for = oldest
+        if self._has_rows(oldest) or now - oldest.since >= self._most_wait_s:
+            return [self._admit(oldest, now, "overdue")]
+        return []
 
     def _has_rows(self, held: HeldRequest) -> bool:
         """Returns whether a held request would run at once, instead of making others wait for its rows."""
