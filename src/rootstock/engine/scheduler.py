@@ -471,8 +471,8 @@ class Scheduler:
     def _admit_held(self, now: float) -> None:
         assert self._gate is not None
         earliest = min((sequence.arrival for sequence in self._waiting), default=None)
-        for sequence in self._gate.admit(now, is_idle=not self._running, earliest_waiting=earliest):
-            self._put_back(sequence)
+        # Behind the turns that wait: a held session has more to compute than they have.
+        self._waiting.extend(self._gate.admit(now, is_idle=not self._running, earliest_waiting=earliest))
 
     def _ask_for_rows(
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None
