@@ -120,6 +120,18 @@ class Client:
         return f"{self.name}-{self.session}"
 
 
+def request_of(client: Client, turn: Turn, number: int) -> Request:
+    """Makes the request of a turn, whose tokens are in the client's history."""
+    return Request(
+        RequestId(f"{client.name}-{number}"),
+        np.array(client.history, np.int32),
+        ResolvedSampling(temperature=0.0),
+        StopParams(max_tokens=turn.answer_tokens, ignore_eos=True),
+        salt=client.tenant,
+        hints=client.hints(client, turn),
+    )
+
+
 class World:
     """An engine, its clients and the clock."""
 
@@ -172,15 +184,7 @@ class World:
             else:
                 raise AssertionError(event)
 
-        request = Request(
-            RequestId(f"{client.name}-{next(self._ids)}"),
-            np.array(client.history, np.int32),
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=turn.answer_tokens),
-            salt=client.tenant,
-            hints=client.hints(client, turn),
-        )
-        self.engine.submit(request, take)
+        self.engine.submit(request_of(client, turn, next(self._ids)), take)
 
     def _ended(self, client: Client, turn: Turn, answer: list[int], cached: int) -> None:
         client.requests += 1

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from common import argument_parser, at_least, at_most, conclude
-from h2_hints import VOCAB, Client, Clock, Turn
+from h2_hints import VOCAB, Client, Clock, Turn, request_of
 
 from checkpoints import save  # after `common`, which puts the tests on the path
 from rootstock.cache import FullAttention, KVCache, RecurrentState
@@ -36,8 +36,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.config import EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.logits_processors import ResolvedSampling
-from rootstock.engine.request import Event, Failed, Finished, Request, RequestId, StopParams, TokenEvent
+from rootstock.engine.request import Event, Failed, Finished, TokenEvent
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.errors import EngineStopped
 from rootstock.runtime.base import Batch
@@ -163,15 +162,7 @@ class World:
             if turn.is_last:
                 agent.session, agent.history = agent.session + 1, []
 
-        request = Request(
-            RequestId(str(next(self._ids))),
-            np.array(agent.history, np.int32),
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=turn.answer_tokens),
-            salt=agent.tenant,
-            hints=agent.hints(agent, turn),
-        )
-        self.engine.submit(request, take)
+        self.engine.submit(request_of(agent, turn, next(self._ids)), take)
 
 
 def claude_code(agent: Client, turn: Turn) -> CacheHints:
@@ -316,6 +307,7 @@ def torch_turns_per_s(model: Path, count: int, wait_s: float, seconds: float) ->
     clients = agents(count, 1)
     ended: queue.SimpleQueue[tuple[Client, Turn, list[int]]] = queue.SimpleQueue()
     done: list[float] = []
+    numbers = itertools.count()
     with Engine(runtime, cache, EngineConfig(max_session_wait_s=wait_s, idle_work=False, seed=1)) as engine:
         began = time.monotonic()
         for client in clients:
@@ -323,7 +315,7 @@ def torch_turns_per_s(model: Path, count: int, wait_s: float, seconds: float) ->
         while (now := time.monotonic()) < began + seconds:
             for client in clients:
                 if not client.is_waiting and client.ready_at <= now:
-                    _ask_torch(engine, client, ended, len(done))
+                    _ask_torch(engine, client, ended, numbers)
             due_s = min([each.ready_at - now for each in clients if not each.is_waiting], default=1.0)
             try:
                 client, turn, answer = ended.get(timeout=max(0.0, min(due_s, 0.1)))
@@ -342,7 +334,10 @@ def _full(families: Sequence[Family]) -> Family:
 
 
 def _ask_torch(
-    engine: Engine, client: Client, ended: queue.SimpleQueue[tuple[Client, Turn, list[int]]], number: int
+    engine: Engine,
+    client: Client,
+    ended: queue.SimpleQueue[tuple[Client, Turn, list[int]]],
+    numbers: Iterator[int],
 ) -> None:
     turn = next(client.turns)
     client.history += turn.new_tokens
@@ -355,17 +350,7 @@ def _ask_torch(
         else:
             ended.put((client, turn, answer))
 
-    engine.submit(
-        Request(
-            RequestId(f"{client.session_name}-{number}-{len(client.history)}"),
-            np.array(client.history, np.int32),
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=turn.answer_tokens, ignore_eos=True),
-            salt=client.tenant,
-            hints=client.hints(client, turn),
-        ),
-        take,
-    )
+    engine.submit(request_of(client, turn, next(numbers)), take)
 
 
 def main() -> None:

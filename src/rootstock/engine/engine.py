@@ -413,7 +413,7 @@ class Engine:
         """Returns the pinned prefixes of one tenant, or of all."""
         return self.call(lambda: self._cache.pins(tenant))
 
-    def sessions(self, tenant: str | None = None, most: int = 1000) -> list[SessionReport]:
+    def sessions(self, tenant: str | None, most: int) -> list[SessionReport]:
         """Describes the latest sessions of one tenant, or of all, those with held requests first."""
         gate = self.parts.gate
 

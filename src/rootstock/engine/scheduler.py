@@ -408,8 +408,7 @@ class Scheduler:
         A step of several chunks then ends with the chunk in which the prompt is complete.
         """
         if step.scheduled and step.scheduled[-1].computes_last_token:
-            computed = sum(len(item.tokens) for item in step.scheduled)
-            step.budget = min(step.budget, -computed % self._chunk_tokens)
+            step.budget = min(step.budget, -step.tokens % self._chunk_tokens)
 
     def _paced(self, step: _Step, past: int, budget: int | None = None) -> int:
         """Returns how much of the budget a prefill at position `past` may use without delaying the decodes."""

@@ -48,6 +48,11 @@ NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdraw
 EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
 
+def entries_of(node: Node) -> list[Node | Checkpoint]:
+    """Returns a node and its checkpoints: each may have a grant."""
+    return [node, *node.checkpoints.values()]
+
+
 class Retainer:
     """Decides about hints and applies them to the tree. `share` is the part of the budget that can be retained.
 
@@ -187,9 +192,8 @@ class Retainer:
         if 2 * lease.num_computed_tokens < session.tokens:
             return  # a short request beside the conversation, such as one for a title
         session.tokens = lease.num_computed_tokens
-        own = [node for node in path if node.session == session.id]
-        entries: list[Node | Checkpoint] = [*own, *(at for node in own for at in node.checkpoints.values())]
-        session.size_bytes = sum(map(self._tree.size_bytes, entries))
+        own = (node for node in path if node.session == session.id)
+        session.size_bytes = sum(self._tree.size_bytes(entry) for node in own for entry in entries_of(node))
 
     def _demote_if_overdrawn(self, lease: Lease, is_whole: bool, now: float) -> None:
         """Ranks the unretained prefixes of a tenant whose share is full below the prefixes of others. Its retained
@@ -226,8 +230,7 @@ class Retainer:
         for node in leaf.path():
             if isinstance(node, Root) or node.session != leaf.session or node.ref_count:
                 return
-            entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]
-            for entry in entries:
+            for entry in entries_of(node):
                 grant = entry.grant
                 if grant is None and node is leaf:
                     self._tree.grant(entry, Grant.demotion(ANSWERED_PRIORITY))
@@ -235,8 +238,7 @@ class Retainer:
                     self._tree.grant(entry, grant.overdue)
 
     def _demote(self, node: Node, priority: int, *, replaces: bool) -> None:
-        entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]
-        for entry in entries:
+        for entry in entries_of(node):
             if entry.grant is None or replaces:
                 self._tree.grant(entry, Grant.demotion(priority))
 

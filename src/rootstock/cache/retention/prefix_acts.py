@@ -13,7 +13,7 @@ from dataclasses import replace
 from rootstock.cache.lease import Lease
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
-from rootstock.cache.retention.hint_decisions import Retainer
+from rootstock.cache.retention.hint_decisions import Retainer, entries_of
 from rootstock.cache.retention.hint_types import (
     MAX_ACTS,
     MAX_TOLD,
@@ -104,7 +104,7 @@ class PrefixActs:
             part = [node for node in part if self._may_end(node, session.id, lease)]
             return _outcome(act, "") if self._demote(part) else _refused(act, _OF_OTHERS)
         self._release_pins(lease, 0, lease.num_cached_tokens)
-        kept = [self._end(entry, session.id, lease) for node in part for entry in _entries(node)]
+        kept = [self._end(entry, session.id, lease) for node in part for entry in entries_of(node)]
         return _outcome(act, "" if all(kept) else _OF_OTHERS)
 
     def _on_pin(self, act: PrefixAct, lease: Lease, prompt_tokens: int) -> HintOutcome:
@@ -180,7 +180,7 @@ class PrefixActs:
         """Ends pins and retention of a range. Returns False if others retain a part of it."""
         self._release_pins(lease, start, end)
         is_whole = True
-        for entry in (entry for node in _only_branch(lease) if goes_on for entry in _entries(node)):
+        for entry in (entry for node in _only_branch(lease) if goes_on for entry in entries_of(node)):
             self._end(entry, lease.session, lease)
         for node in _path(lease):
             if node.end <= start or node.start >= end:
@@ -224,7 +224,7 @@ def _only_branch(lease: Lease) -> list[Node]:
 
 
 def _entries(entry: Node | Checkpoint) -> list[Node | Checkpoint]:
-    return [entry, *entry.checkpoints.values()] if isinstance(entry, Node) else [entry]
+    return entries_of(entry) if isinstance(entry, Node) else [entry]
 
 
 def _hints_of(lease: Lease) -> CacheHints:

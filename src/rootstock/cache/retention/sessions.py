@@ -114,6 +114,10 @@ class CacheSession:
     prompt_tokens: int = 0  # of all its requests
     hit_tokens: int = 0  # of these
 
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
     def is_expected(self, now: float) -> bool:
         """Returns whether a request runs, or is expected so soon that the session keeps its place in memory."""
         if self.running or self.yields_its_place or self.pause is None:

@@ -45,10 +45,7 @@ class SessionReport:
     requests: int = 0
     prompt_tokens: int = 0  # of all its requests
     hit_tokens: int = 0  # of these
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+    hit_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ class WorkingSet:
     def count(self) -> tuple[int, int, list[float]]:
         """Counts the known sessions and the active ones, and returns the hit rates of the known ones."""
         now, known = self._clock(), self._sessions.of(None)
-        rates = [session.hit_tokens / session.prompt_tokens for session in known if session.prompt_tokens]
+        rates = [session.hit_rate for session in known if session.prompt_tokens]
         return len(known), sum(session.is_active(now) for session in known), rates
 
 
@@ -177,4 +174,5 @@ def _report(session: CacheSession, held: int, now: float) -> SessionReport:
         session.requests,
         session.prompt_tokens,
         session.hit_tokens,
+        session.hit_rate,
     )
