@@ -34,10 +34,12 @@ from rootstock.engine.sequence import (
     Waiting,
     WaitingForPrefix,
 )
+from rootstock.engine.tenant_turns import TenantTurns
 from rootstock.errors import OutOfBlocks, RootstockError, SessionsFull
 from rootstock.runtime.base import Segment
 
 PROTECTED_REQUESTS = 16  # the first requests of the queue protect the entries that they would hit
+CREDIT_STEPS = 64  # whole steps that a tenant has at once when it comes back with a long prompt
 # Part of a step's tokens that prefills may have while the process is over its memory limit, and its least size.
 SCARCE_SHARE, LEAST_SCARCE_TOKENS = 8, 32
 
@@ -231,6 +233,9 @@ class Scheduler:
         self.requests_held_for_memory = 0  # requests that have waited because memory was scarce
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
+        self._tenants = set[str]()  # of all requests; until the next step also of those that have ended
+        self._turns = TenantTurns(CREDIT_STEPS * chunk_tokens)
+        self._alone = "", 0  # the only tenant with requests, and the tokens that were computed for it since
 
     @property
     def waiting(self) -> int:
@@ -286,11 +291,15 @@ class Scheduler:
            and loading is faster than computing. Otherwise its first chunk is computed in this step.
         4. Drafts for the decodes, from the rest of the budget.
 
+        While several tenants have requests, steps 2 and 3 serve those of one tenant after the other (`TenantTurns`).
+
         Steps 1 and 2 preempt when a sequence gets no block: the running sequence with the least progress goes back
         to the head of the queue, until the block is there or the sequence itself was preempted. The last running
         sequence is given up instead. Admissions and drafts never preempt.
         """
         step = _Step(now)
+        if len(self._tenants) > 1:
+            self._tenants, self._alone = self._turns.begin(self.sequences(), *self._alone), ("", 0)
         if self._held:
             self._admit_held(now)
         # Before an eviction takes them: the only request is admitted before anything else can evict.
@@ -299,17 +308,34 @@ class Scheduler:
             self._protect_hits_of_queued()
         self._schedule_decodes(step)
         self._schedule_short_prompts(step)
-        self._schedule_prefills(step)
-        self._admit(step)
+        self._serve_prompts(step)
         if is_alone:
             self._protect_hits_of_queued()  # for as long as it waits
         step.scheduled = [_up_to_checkpoint(item) for item in step.scheduled]
-        self._add_drafts(step)
+        self._add_drafts(step, self._chunk_tokens - self._counted(step))
         return StepPlan(step.scheduled, step.to_load, step.given_up)
+
+    def _counted(self, step: _Step) -> int:
+        """Counts the tokens of a step for the turns of tenants, and returns how many there are."""
+        tokens = step.tokens
+        if len(self._tenants) > 1:
+            for item in step.scheduled:
+                self._turns.served(item.sequence, len(item.tokens))
+        else:
+            self._alone = next(iter(self._tenants), ""), self._alone[1] + tokens
+        return tokens
+
+    def _serve_prompts(self, step: _Step, most_left: int | None = None) -> None:
+        """Schedules running prefills and admits requests, of one tenant after the other: all, or short ones."""
+        admits = True
+        for tenant in (None,) if len(self._tenants) < 2 else self._turns.order():
+            self._schedule_prefills(step, tenant, most_left)
+            admits = admits and self._admit(step, tenant, most_left)
 
     def _protect_hits_of_queued(self) -> None:
         """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
-        for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
+        waiting = self._waiting if len(self._tenants) < 2 else self._turns.in_turn(self._waiting)
+        for sequence in itertools.islice(waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
                 sequence.hit_protection = self._cache.protect(self._match(sequence))
@@ -341,22 +367,23 @@ class Scheduler:
 
     def _schedule_short_prompts(self, step: _Step) -> None:
         """Schedules prompts that half of the budget computes to their end, if another one would take all of it."""
-        first = next((each.state for each in self._running if isinstance(each.state, Prefilling)), None)
-        if first is None or not (self._waiting or len(self._running) > 1):
+        if not (self._waiting or len(self._running) > 1):
             return
         budget, room, planned = step.budget, min(step.budget, self._paced(step, 0)), step.tokens
-        if _left(first.lease) <= room:
+        prefills = [each.state for each in self._running if isinstance(each.state, Prefilling)]
+        if all(_left(each.lease) <= room for each in prefills):
             return
         step.budget = room // 2
-        self._schedule_prefills(step, room // 2)
-        self._admit(step, room // 2)
+        self._serve_prompts(step, room // 2)
         step.budget = budget - (step.tokens - planned)
         self._end_with_first_token(step)
 
-    def _schedule_prefills(self, step: _Step, most_left: int | None = None) -> None:
-        """Schedules the running prefills, or those that have at most `most_left` tokens left."""
+    def _schedule_prefills(self, step: _Step, tenant: str | None, most_left: int | None) -> None:
+        """Schedules the running prefills: all, or those of a tenant, with at most `most_left` tokens left."""
         done = {item.sequence for item in step.scheduled}
         for sequence in list(self._running):
+            if tenant is not None and sequence.tenant != tenant:
+                continue
             # An earlier sequence may have preempted this one.
             if not isinstance(sequence.state, Prefilling) or step.budget <= 0 or sequence in done:
                 continue
@@ -418,18 +445,19 @@ class Scheduler:
         size = size_of(step.scheduled)
         return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
 
-    def _admit(self, step: _Step, most_missed: int | None = None) -> None:
-        """Admits from the queue: all, or of the first ones those that miss at most `most_missed` tokens."""
-        waiting = itertools.islice(self._waiting, None if most_missed is None else PROTECTED_REQUESTS)
-        for sequence in list(waiting):
+    def _admit(self, step: _Step, tenant: str | None, most_missed: int | None) -> bool:
+        """Admits from the queue: all, or those of a tenant, and of the first ones those that miss at most
+        `most_missed` tokens. Returns False if one waits for rows: no other may overtake it."""
+        waiting = self._waiting if tenant is None else [one for one in self._waiting if one.tenant == tenant]
+        for sequence in list(itertools.islice(waiting, None if most_missed is None else PROTECTED_REQUESTS)):
             if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
-                return
+                return True
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
             if self.admits_one_by_one and self._running:
                 self.requests_held_for_memory += not sequence.was_held_for_memory
                 sequence.was_held_for_memory = True
-                return
+                return False
             match = self._match(sequence)
             if most_missed is not None and len(match.tokens) - match.length > most_missed:
                 continue
@@ -444,7 +472,7 @@ class Scheduler:
                 match = self._match(sequence)
                 admitted = self._ask_for_rows(sequence, match)
             if isinstance(admitted, Deferred):
-                return  # first come, first served: later requests do not overtake
+                return False  # first come, first served: later requests do not overtake
             self._start(step, sequence, admitted)
             running = len(self._running)
             self._prefill(step, sequence, admitted.lease, at_least=1)
@@ -452,9 +480,10 @@ class Scheduler:
                 # The rows of an image that it begins with need more blocks at once than an admission reserves.
                 if sequence in self._running:
                     self._preempt(sequence)
-                return
+                return False
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
+        return True
 
     def _is_held(self, step: _Step, sequence: Sequence, match: Match) -> bool:
         """Holds a request whose session has no place in memory, while others run."""
@@ -549,10 +578,9 @@ class Scheduler:
             if not admitted.loads:
                 sequence.cached_tokens = admitted.lease.hit_tokens
 
-    def _add_drafts(self, step: _Step) -> None:
-        """Gives decodes drafts, within the rest of the step's tokens and blocks that no sequence needs."""
+    def _add_drafts(self, step: _Step, room: int) -> None:
+        """Gives decodes drafts, `room` tokens at most, and blocks that no sequence needs."""
         scheduled = step.scheduled
-        room = self._chunk_tokens - sum(len(item.tokens) for item in scheduled)
         decodes = [item for item in scheduled if item.decodes]
         if self._proposer is None or room <= 0 or not decodes:
             return
@@ -639,6 +667,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Appends a new sequence to the queue."""
         self._waiting.append(sequence)
+        self._tenants.add(sequence.tenant)
 
     def loaded(self, sequence: Sequence, lease: Lease) -> None:
         """Makes a sequence whose prefix has been loaded part of the next step."""

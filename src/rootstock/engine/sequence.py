@@ -110,6 +110,9 @@ class Sequence:
     stop_tokens: frozenset[int]
     submitted_at: float
     arrival: int = -1  # order of submission, set by the request table: breaks ties
+    tenant: str = field(
+        init=False
+    )  # whose turns it has; a salt makes no tenant, because clients may choose salts
     state: State = field(default_factory=Waiting)
     generated: list[int] = field(default_factory=list)
     cached_tokens: int | None = None  # None: not admitted yet
@@ -138,6 +141,7 @@ class Sequence:
     was_held_for_memory: bool = False  # its admission has waited because memory was scarce
 
     def __post_init__(self) -> None:
+        self.tenant = "" if self.request.hints is None else self.request.hints.tenant
         self.prompt_scored = self.request.prompt_logprobs is None
 
     @property

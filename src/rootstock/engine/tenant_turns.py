@@ -1,0 +1,59 @@
+"""Turns of tenants: whose requests a step serves first, while several tenants have requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rootstock.engine.sequence import Sequence
+
+MOST_TENANTS = 4096  # whose counters are kept without requests
+
+
+class TenantTurns:
+    """Counters of the tokens that were computed for each tenant. The tenant with the fewest goes first.
+
+    These are the virtual token counters of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024). Over
+    time, tenants that always have requests get equal numbers of tokens, and one that asks for less than its equal
+    part does not wait for the requests of others. Unlike there, a tenant that had no requests may come back with a
+    credit of `most_credit` tokens: its next prompt is computed at once.
+    """
+
+    def __init__(self, most_credit: int) -> None:
+        self._most_credit = most_credit
+        self._present = set[str]()  # tenants with requests
+        self._counts: dict[str, int] = {}  # tokens of these, and of others with a part of the credit
+        self._reached = 0  # by the lowest counter of those with requests: it never decreases
+
+    def begin(self, sequences: Iterable[Sequence], alone: str = "", tokens: int = 0) -> set[str]:
+        """Begins a step with these requests, and returns their tenants.
+
+        Since the last step of several tenants, `tokens` were computed for the tenant `alone`.
+        """
+        present = {sequence.tenant for sequence in sequences}
+        counts = self._counts
+        if tokens:
+            counts[alone] = max(counts.get(alone, 0), self._reached - self._most_credit) + tokens
+            self._present = {alone}
+        self._reached = max(self._reached, min((counts[each] for each in self._present & present), default=0))
+        least = self._reached - self._most_credit
+        kept = {tenant: count for tenant, count in counts.items() if tenant in present or count > least}
+        if len(kept) > MOST_TENANTS + len(present):
+            highest = sorted(kept.keys() - present, key=counts.__getitem__)[-MOST_TENANTS:]
+            kept = {tenant: counts[tenant] for tenant in (*highest, *(present & kept.keys()))}
+        self._counts = {tenant: max(least, kept.get(tenant, least)) for tenant in present} | {
+            tenant: count for tenant, count in kept.items() if tenant not in present
+        }
+        self._present = present
+        return {*present}
+
+    def order(self) -> list[str]:
+        """Returns the tenants, the one whose turn it is first."""
+        return sorted(self._present, key=self._counts.__getitem__)
+
+    def in_turn(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Orders requests by their tenants' turns, and those of one tenant as they are."""
+        return sorted(sequences, key=lambda sequence: self._counts[sequence.tenant])
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """Counts the tokens that a step computes for a request."""
+        self._counts[sequence.tenant] += tokens
