@@ -6,7 +6,8 @@ those of Claude Code's traces (callanjfox/kv-cache-tester): 20,000 tokens at fir
 turns of 640 tokens and 210 of an answer at the median, and the pauses of its tool calls (median 8 s, a tenth more
 than 50 s). To be quick, a token of the simulation stands for 16. Each agent names its session and asks for five
 minutes, as Claude Code does, and begins a new session after each. The memory has room for eight sessions of mean
-length. The hybrid has a state of 78 MB beside 24 KiB a token. The disk has ten times the memory and reads 2 GB/s.
+length. The hybrid has a state of 78 MB beside 24 KiB a token. The disk has ten times the memory and reads 2 GB/s, one
+load after the other, beside the forwards.
 
 Throughput is in turns a second, after a quarter of the time as warm-up; waits are from submission to the first
 admission. `peak` is the best throughput over all numbers of agents.
@@ -21,7 +22,7 @@ import multiprocessing
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,19 @@ from h2_hints import VOCAB, Client, Clock, Turn, request_of
 from checkpoints import save  # after `common`, which puts the tests on the path
 from rootstock.cache import FullAttention, KVCache, RecurrentState
 from rootstock.cache.families import Family, row_bytes
+from rootstock.cache.lease import Lease
+from rootstock.cache.plan import Load
 from rootstock.cache.retention.hint_types import CacheHints, RetentionWish
 from rootstock.config import EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Finished, TokenEvent
 from rootstock.engine.tiers.build import open_below, stored_index
+from rootstock.engine.tiers.connector import LoadInFlight
 from rootstock.errors import EngineStopped
 from rootstock.runtime.base import Batch
 from rootstock.runtime.torch.runner import load_model
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
+from rootstock.tiers.reader import LoadEnded
 
 SHOW = "O1"
 UNIT = 16  # tokens for which one of the simulation stands
@@ -101,6 +106,15 @@ class World:
         self.waits: list[tuple[float, Client, float]] = []  # when they ended, from the moment of sending
         self._token_seconds = 0.0
         self._ids = itertools.count()
+        self._disk_is_free_at = 0.0
+        self._begun_loads = 0
+        self._landing: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+        self._loads: list[
+            tuple[float, Callable[[], None]]
+        ] = []  # that were read, and the time at which they end
+        if connector is not None:
+            self._begin = connector.begin
+            connector.begin = self._begin_load  # type: ignore[method-assign]
 
     @property
     def session_tokens(self) -> float:
@@ -108,26 +122,57 @@ class World:
         return self._token_seconds / self.clock.now
 
     def run(self, until_s: float) -> World:
-        scheduler, loaded = self.engine.scheduler, 0
+        scheduler = self.engine.scheduler
         while self.clock.now < until_s:
             due = [each for each in self.agents if not each.is_waiting and each.ready_at <= self.clock.now]
             for agent in due:
                 self._ask(agent)
-            if not due and not scheduler.has_work:
-                self._pass_until(min(each.ready_at for each in self.agents))
+            self._end_loads()
+            is_stalled = self.engine.steps.is_stalled and self.engine._commands.empty()
+            if not due and (is_stalled or not scheduler.has_work):
+                if scheduler.has_work or not self.engine.work_idly():
+                    self._pass_until(self._next_event())
                 continue
-            self._await_loads()
             self.engine.step()
-            loaded, before = self.cache.counters.loaded_tokens, loaded
-            self._pass_until(self.clock.now + (loaded - before) * LOADED_S)
         return self
 
-    def _await_loads(self) -> None:
-        """Waits for loads, which take no time of the simulation until they have ended."""
+    def _next_event(self) -> float:
+        """Returns when an agent sends its next request, a load ends, or idle work is due."""
+        times = [each.ready_at for each in self.agents if not each.is_waiting]
+        times += [ends_at for ends_at, _ in self._loads]
+        if not self.engine.scheduler.has_work and (left_s := self.engine.next_overdue_s) is not None:
+            times.append(self.clock.now + left_s)
+        return max(min(times), self.clock.now + 1e-3)
+
+    def _begin_load(
+        self,
+        sequence: Sequence | None,
+        lease: Lease,
+        position: int,
+        loads: tuple[Load, ...],
+        ended: Callable[[LoadInFlight, LoadEnded], None],
+    ) -> None:
+        """Begins a load that takes time of the simulation: one follows the other, beside the forwards."""
+        took_s = (position - lease.hit_tokens) * LOADED_S
+        ends_at = self._disk_is_free_at = max(self._disk_is_free_at, self.clock.now) + took_s
+        self._begun_loads += 1
+
+        def landed(load: LoadInFlight, end: LoadEnded) -> None:
+            self._landing.put((ends_at, lambda: ended(load, end)))
+
+        self._begin(sequence, lease, position, loads, landed)
+
+    def _end_loads(self) -> None:
+        """Waits until the loads that were begun are read, and ends those whose time is over."""
         waits_until = time.monotonic() + 5
-        while self.engine._commands.qsize() < self.engine.scheduler.tiers.loading:
+        while self._begun_loads:
             assert time.monotonic() < waits_until, "a load does not end"
-            time.sleep(2e-4)
+            self._loads.append(self._landing.get(timeout=5))
+            self._begun_loads -= 1
+        for ends_at, end in self._loads:
+            if ends_at <= self.clock.now:
+                end()
+        self._loads = [each for each in self._loads if each[0] > self.clock.now]
 
     def _compute(self, batch: Batch) -> None:
         decodes = any(len(each.tokens) == 1 and each.past for each in batch.segments)

@@ -1,9 +1,9 @@
 """O2: a tenant with two agents beside one with a hundred, whose sessions need far more than the memory.
 
 The world is that of O1. A *wait* is from the moment at which an agent sends a request to its first admission: it
-includes the rest of the step that runs, which takes .9 s here. *Queued* is the wait without that rest, and *first* the
-time to the first token after it. The small tenant is compared with itself alone on the machine, and without admission
-by session.
+includes the rest of the step that runs, which takes .9 s here. *Queued* is the wait without that rest, and *first*
+the time to the first token after it. The small tenant is compared with itself alone on the machine, and without
+admission by session.
 """
 
 from __future__ import annotations
