@@ -46,6 +46,11 @@ def test_a_session_is_listed_with_its_requests_and_hits(serve: Any) -> None:
         assert one["cached_tokens"] == 23
         assert one["hit_rate"] == pytest.approx(23 / 56, abs=1e-4)
         assert one["bytes"] > 0
+        assert one["held_s"] == 0
+        limited = served.client.get(SESSIONS, params={"limit": 1}).json()["sessions"]
+        assert [each["session"] for each in limited] == ["two"]
+        for limit in ("0", "1001", "-1", "many", "9" * 400):
+            assert served.client.get(SESSIONS, params={"limit": limit}).status_code == 400
         assert served.metric("rootstock_sessions", state="known") == 2
 
 
@@ -98,6 +103,9 @@ def test_a_held_request_is_seen_in_the_list_the_metrics_and_a_header(serve: Any)
         assert answers["dd"].headers["X-Rootstock-Held-Requests"] in ("1", "2")
         assert served.metric("rootstock_held_requests_total") == 2
         assert served.metric("rootstock_held_seconds_total") > 0
+        waits = {each["session"]: each["held_s"] for each in served.client.get(SESSIONS).json()["sessions"]}
+        assert waits["cc"] > 0 < waits["dd"]
+        assert waits["aa"] == waits["bb"] == 0
         served.settled()
 
 

@@ -95,6 +95,10 @@ class Gate(Protocol):
         """Takes out the requests that are held no longer: at least one if nothing else runs or waits."""
         ...
 
+    def entered(self, sequence: Sequence) -> None:
+        """Notes that the cache has admitted a request that was held."""
+        ...
+
     def remove(self, sequence: Sequence) -> None: ...
     def clear(self) -> None: ...
 
@@ -571,6 +575,8 @@ class Scheduler:
         sequence.plan = admitted.plan
         sequence.prompt_scores.clear()  # scoring starts over after a preemption
         if sequence.admitted_at is None:
+            if self._gate is not None and sequence.held_s:
+                self._gate.entered(sequence)
             sequence.admitted_at = step.now
             sequence.hint_outcomes = admitted.lease.hint_outcomes
         if sequence.cached_tokens is None:

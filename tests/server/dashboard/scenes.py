@@ -85,11 +85,13 @@ class Scene:
         keys = [*TENANTS, OPERATOR]
 
         def ask(index: int) -> None:
+            session = {"prompt_cache_key": f"session {index % 11} of a conversation with a long name"}
             date = f"It is 10:{index % 60:02}. " if index % 3 == 0 else ""
             answer = self.ask(
                 keys[index % len(keys)],
                 f"{date}Fix the bug number {index} in module {index % 7}. "
                 + "The log says so. " * (index % 30),
+                **(session if index % 5 else {}),
             )
             assert answer.status_code == 200, answer.text
 

@@ -113,6 +113,7 @@ class CacheSession:
     requests: int = 0
     prompt_tokens: int = 0  # of all its requests
     hit_tokens: int = 0  # of these
+    held_s: float = 0.0  # for which its requests were held before their admission
 
     @property
     def hit_rate(self) -> float:

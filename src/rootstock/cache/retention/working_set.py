@@ -46,6 +46,7 @@ class SessionReport:
     prompt_tokens: int = 0  # of all its requests
     hit_tokens: int = 0  # of these
     hit_rate: float = 0.0
+    held_s: float = 0.0  # for which its requests were held before their admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,12 @@ class WorkingSet:
         if active:
             min(active)[2].active_since = None
 
+    def was_held(self, hints: CacheHints, seconds: float) -> None:
+        """Notes that a request was held before its admission."""
+        session = None if hints.session is None else self._sessions.find(hints.tenant, hints.session)
+        if session is not None:
+            session.held_s += seconds
+
     def expects(self, hints: CacheHints, now: float) -> bool:
         """Returns whether a request's session has a place in memory. From any thread."""
         session = None if hints.session is None else self._sessions.find(hints.tenant, hints.session)
@@ -175,4 +182,5 @@ def _report(session: CacheSession, held: int, now: float) -> SessionReport:
         session.prompt_tokens,
         session.hit_tokens,
         session.hit_rate,
+        session.held_s,
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
@@ -91,21 +91,26 @@ def cache_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         }
 
     @router.get("/sessions", responses=documented_errors(401, 403))
-    def sessions(request: Request, sender: SentBy) -> dict[str, Any]:
-        """Lists the sessions of the tenant, the latest first. The operator sees the sessions of all tenants."""
+    def sessions(
+        request: Request,
+        sender: SentBy,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED_SESSIONS)] = MAX_LISTED_SESSIONS,
+    ) -> dict[str, Any]:
+        """Lists the sessions of the tenant, those with held requests first, then the latest.
+
+        The operator sees the sessions of all tenants.
+        """
         owner = owner_of_pins(request, sender, config)
         listed = [
             (one, session)
-            for one, found in models.ask_loaded(
-                lambda model: model.engine.sessions(owner, MAX_LISTED_SESSIONS)
-            )
+            for one, found in models.ask_loaded(lambda model: model.engine.sessions(owner, limit))
             for session in found
         ]
         listed.sort(key=lambda each: (not each[1].held, each[1].idle_s))
         return {
             "sessions": [
                 _session(session) | ({"model": one.name} if models.are_several else {})
-                for one, session in listed[:MAX_LISTED_SESSIONS]
+                for one, session in listed[:limit]
             ]
         }
 
@@ -182,6 +187,7 @@ def _session(session: SessionReport) -> dict[str, Any]:
         "prompt_tokens": session.prompt_tokens,
         "cached_tokens": session.hit_tokens,
         "hit_rate": round(session.hit_rate, 4),
+        "held_s": round(session.held_s, 3),
     }
 
 

@@ -10,10 +10,12 @@ import { Models, hasCache } from "./models.js";
 import { showMemory, showRates } from "./overview.js";
 import { Pins } from "./pins.js";
 import { Requests } from "./requests.js";
+import { Sessions } from "./sessions.js";
 import { TreePanel } from "./tree_panel.js";
 
 const NOT_LOADED = "not loaded"; // the state of a model that has no figures now
-const AGAIN_MS = 20_000; // between two looks at the session and the pins
+const AGAIN_MS = 20_000; // between two looks at the login and the pins
+const SESSIONS_MS = 5_000; // between two looks at the sessions of requests
 const chosen = /** @type {HTMLSelectElement} */ (byId("model"));
 const theme = /** @type {HTMLSelectElement} */ (byId("theme"));
 /** @type {any} */
@@ -25,6 +27,7 @@ let drains = false;
 const model = () => chosen.value;
 const requests = new Requests(model);
 const pins = new Pins(model, () => tree.load());
+const sessions = new Sessions(model);
 const tree = new TreePanel(model, (node) => pins.buttons(node));
 const chat = new Chat(model, () => latest.sections.requests ?? {});
 const models = new Models(model, (name) => { chosen.value = name; watch(); });
@@ -134,6 +137,7 @@ function watch() {
   feed.open(model(), session.page);
   tree.load();
   pins.load(session.sees !== "nothing");
+  sessions.load(session.sees !== "nothing");
   models.update({ models: models.all, draining: drains }, session.sees === "all");
 }
 
@@ -195,6 +199,10 @@ setInterval(() => {
   if (document.hidden || !session.server) return;
   begin().then((is) => { if (is) pins.load(session.sees !== "nothing"); }).catch(() => undefined);
 }, AGAIN_MS);
+
+setInterval(() => {
+  if (!document.hidden && session.server && !session.login) sessions.load(session.sees !== "nothing");
+}, SESSIONS_MS);
 
 function first() {
   begin().catch(() => { away(); setTimeout(first, 2000); });
