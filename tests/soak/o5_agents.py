@@ -40,6 +40,7 @@ MODELS = {"first": "full", "second": "states"}  # name → kind of the tiny mode
 TENANTS = {"many": 12, "few": 4}  # agents of each model
 MOST_WAIT_S = 120.0
 OPTIONS = ("--dtype", "float32", "--max-session-wait", f"{MOST_WAIT_S:.0f}s")
+OPTIONS += ("--answer-memory", "2MiB")  # small enough to be full in the second quarter
 AMPLE = "512MiB"
 FASTER = 2.0
 LATEST_ANSWER_S = 600.0
