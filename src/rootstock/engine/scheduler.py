@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -331,10 +331,16 @@ class Scheduler:
 
     def _serve_prompts(self, step: _Step, most_left: int | None = None) -> None:
         """Schedules running prefills and admits requests, of one tenant after the other: all, or short ones."""
+        if len(self._tenants) < 2:
+            self._schedule_prefills(step, self._running, most_left)
+            self._admit(step, self._waiting, most_left)
+            return
         admits = True
-        for tenant in (None,) if len(self._tenants) < 2 else self._turns.order():
-            self._schedule_prefills(step, tenant, most_left)
-            admits = admits and self._admit(step, tenant, most_left)
+        for running, waiting in self._turns.grouped(self._running, self._waiting):
+            self._schedule_prefills(step, running, most_left)
+            admits = admits and self._admit(step, waiting, most_left)
+            if step.budget <= 0:
+                break
 
     def _protect_hits_of_queued(self) -> None:
         """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
@@ -382,12 +388,10 @@ class Scheduler:
         step.budget = budget - (step.tokens - planned)
         self._end_with_first_token(step)
 
-    def _schedule_prefills(self, step: _Step, tenant: str | None, most_left: int | None) -> None:
-        """Schedules the running prefills: all, or those of a tenant, with at most `most_left` tokens left."""
+    def _schedule_prefills(self, step: _Step, running: Iterable[Sequence], most_left: int | None) -> None:
+        """Schedules the prefills of these, or those that have at most `most_left` tokens left."""
         done = {item.sequence for item in step.scheduled}
-        for sequence in list(self._running):
-            if tenant is not None and sequence.tenant != tenant:
-                continue
+        for sequence in list(running):
             # An earlier sequence may have preempted this one.
             if not isinstance(sequence.state, Prefilling) or step.budget <= 0 or sequence in done:
                 continue
@@ -449,10 +453,10 @@ class Scheduler:
         size = size_of(step.scheduled)
         return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
 
-    def _admit(self, step: _Step, tenant: str | None, most_missed: int | None) -> bool:
-        """Admits from the queue: all, or those of a tenant, and of the first ones those that miss at most
-        `most_missed` tokens. Returns False if one waits for rows: no other may overtake it."""
-        waiting = self._waiting if tenant is None else [one for one in self._waiting if one.tenant == tenant]
+    def _admit(self, step: _Step, waiting: Iterable[Sequence], most_missed: int | None) -> bool:
+        """Admits these requests, or of the first ones those that miss at most `most_missed` tokens.
+
+        Returns False if one waits for rows: no other may overtake it."""
         for sequence in list(itertools.islice(waiting, None if most_missed is None else PROTECTED_REQUESTS)):
             if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
                 return True

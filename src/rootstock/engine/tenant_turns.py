@@ -46,9 +46,16 @@ class TenantTurns:
         self._present = present
         return {*present}
 
-    def order(self) -> list[str]:
-        """Returns the tenants, the one whose turn it is first."""
-        return sorted(self._present, key=self._counts.__getitem__)
+    def grouped(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence]
+    ) -> list[tuple[list[Sequence], list[Sequence]]]:
+        """Returns the running and the waiting requests of each tenant, the tenant whose turn it is first."""
+        order = sorted(self._present, key=self._counts.__getitem__)
+        groups: dict[str, tuple[list[Sequence], list[Sequence]]] = {tenant: ([], []) for tenant in order}
+        for which, sequences in enumerate((running, waiting)):
+            for sequence in sequences:
+                groups[sequence.tenant][which].append(sequence)
+        return list(groups.values())
 
     def in_turn(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Orders requests by their tenants' turns, and those of one tenant as they are."""
