@@ -330,22 +330,31 @@ class Scheduler:
         return tokens
 
     def _serve_prompts(self, step: _Step, most_left: int | None = None) -> None:
-        """Schedules running prefills and admits requests, of one tenant after the other: all, or short ones."""
+        """Schedules running prefills and admits requests, of one tenant after the other.
+
+        With `most_left`, only those that have at most so many tokens left, and of the queue's first requests.
+        """
+        waiting: Iterable[Sequence] = self._waiting
+        if most_left is not None:
+            waiting = itertools.islice(self._waiting_in_turn, PROTECTED_REQUESTS)
         if len(self._tenants) < 2:
             self._schedule_prefills(step, self._running, most_left)
-            self._admit(step, self._waiting, most_left)
+            self._admit(step, waiting, most_left)
             return
         admits = True
-        for running, waiting in self._turns.grouped(self._running, self._waiting):
+        for running, of_tenant in self._turns.grouped(self._running, waiting):
             self._schedule_prefills(step, running, most_left)
-            admits = admits and self._admit(step, waiting, most_left)
+            admits = admits and self._admit(step, of_tenant, most_left)
             if step.budget <= 0:
                 break
 
+    @property
+    def _waiting_in_turn(self) -> Iterable[Sequence]:
+        return self._waiting if len(self._tenants) < 2 else self._turns.in_turn(self._waiting)
+
     def _protect_hits_of_queued(self) -> None:
         """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
-        waiting = self._waiting if len(self._tenants) < 2 else self._turns.in_turn(self._waiting)
-        for sequence in itertools.islice(waiting, PROTECTED_REQUESTS):
+        for sequence in itertools.islice(self._waiting_in_turn, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
                 sequence.hit_protection = self._cache.protect(self._match(sequence))
@@ -454,10 +463,10 @@ class Scheduler:
         return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
 
     def _admit(self, step: _Step, waiting: Iterable[Sequence], most_missed: int | None) -> bool:
-        """Admits these requests, or of the first ones those that miss at most `most_missed` tokens.
+        """Admits these requests, or those that miss at most `most_missed` tokens.
 
         Returns False if one waits for rows: no other may overtake it."""
-        for sequence in list(itertools.islice(waiting, None if most_missed is None else PROTECTED_REQUESTS)):
+        for sequence in list(waiting):
             if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
                 return True
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
