@@ -110,9 +110,7 @@ class Sequence:
     stop_tokens: frozenset[int]
     submitted_at: float
     arrival: int = -1  # order of submission, set by the request table: breaks ties
-    tenant: str = field(
-        init=False
-    )  # whose turns it has; a salt makes no tenant, because clients may choose salts
+    tenant: str = field(init=False)  # whose turns it has: no salt, which clients may choose
     state: State = field(default_factory=Waiting)
     generated: list[int] = field(default_factory=list)
     cached_tokens: int | None = None  # None: not admitted yet
