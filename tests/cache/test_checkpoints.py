@@ -24,7 +24,7 @@ from cache.helpers import (
 )
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.eviction import MostValuableLast
-from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
+from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
 from rootstock.cache.plan import StateCopy
 from rootstock.cache.pools import Pools, Rows
@@ -613,6 +613,29 @@ def test_a_lease_is_detached_for_one_token_and_not_for_a_longer_chunk() -> None:
     assert lease.node is not None
     assert not isinstance(cache.extend(lease, 1), Deferred)
     assert lease.node is not None, "it fits without detaching"
+    cache.pool.unuse(taken)
+    cache.check()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_a_lease_is_detached_for_its_shortest_chunk(tokens: int) -> None:
+    """Rows of an image that see each other are one chunk."""
+    cache = make_hybrid(FULL, WINDOW, blocks=30)
+    run(cache, ints(range(3), range(100, 113)))
+    lease, _ = admit(cache, ints(range(3), range(200, 240)))
+    prefill(cache, lease, 8)
+    cache.clear()
+    assert lease.replaced, "the block of the first three tokens, which the other prompt has computed"
+    cache.extend(lease, 0)  # releases the blocks behind the window
+    row = row_bytes(FULL, cache.block_size)
+    needed = row_bytes(WINDOW, cache.block_size) * -(-tokens // cache.block_size)
+    # All but what it needs, and one row of that, which the replaced block has.
+    taken = cache.pool.allocate((cache.pools.available_bytes - needed) // row + 1)
+    if tokens > 1:
+        assert isinstance(cache.extend(lease, tokens), Deferred)
+        assert lease.node is not None
+    assert not isinstance(cache.extend(lease, tokens, is_least=True), Deferred)
+    assert lease.node is None
     cache.pool.unuse(taken)
     cache.check()
 

@@ -864,5 +864,5 @@ def _judge(client: Client, runtime: Judged, outcome: Outcome, limit: int, subjec
         case Failed(_, error):
             outcome.failed += 1
             outcome.failed_by_lost_pools += isinstance(error, PoolsLost)
-            assert isinstance(error, StepFailed | PoolsLost)
+            assert isinstance(error, StepFailed | PoolsLost), repr(error) + repr(error.__cause__)
             assert subject.is_injected(error.cause), f"{request.id} failed for another reason: {error}"

@@ -330,7 +330,9 @@ class Admission:
 
     # ---------------------------------------------------------------------------------- a running request
 
-    def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int) -> Deferred | None:
+    def extend(
+        self, lease: Lease, new_tokens: int, watermark_blocks: int, *, is_least: bool = False
+    ) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions. See `KVCache.extend`."""
         pools = self._pools
         if lease.windows and release_behind_windows(pools, lease):
@@ -348,7 +350,7 @@ class Admission:
         if lease.is_idle and not self._tree.make_room_below(rows, self._tree.unasked_rank()):
             return Deferred(pools.bytes_of(rows), pools.available_bytes)
         if not pools.can_allocate(rows):
-            if not self._can_detach(lease, new_tokens, rows):
+            if not (new_tokens == 1 or is_least) or not self._can_detach(lease, rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)
             if lease.hints is not None:
                 self._retainer.retain(lease)
@@ -361,11 +363,10 @@ class Admission:
                 table.grow(window.pool.allocate(count, table.last))
         return None
 
-    def _can_detach(self, lease: Lease, new_tokens: int, rows: Rows) -> bool:
+    def _can_detach(self, lease: Lease, rows: Rows) -> bool:
         """Returns True if the lease gets its rows once it is detached from the tree: the replaced blocks that only it
         uses can be evicted then."""
-        # A detached lease leaves no checkpoints. For a chunk of several tokens, a shorter one is better.
-        if lease.node is None or new_tokens != 1:
+        if lease.node is None:
             return False
         # Before the first forward the copy plan still reads these blocks, so they stay used.
         if not lease.started:

@@ -94,11 +94,13 @@ class CheckedKVCache(KVCache):
         require_count("request_checkpoint", "position", position)
         super().request_checkpoint(lease, position)
 
-    def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int = 0) -> Deferred | None:
+    def extend(
+        self, lease: Lease, new_tokens: int, watermark_blocks: int = 0, *, is_least: bool = False
+    ) -> Deferred | None:
         self._require_lease("extend", lease)
         require_count("extend", "new_tokens", new_tokens)
         require_count("extend", "watermark_blocks", watermark_blocks)
-        return super().extend(lease, new_tokens, watermark_blocks)
+        return super().extend(lease, new_tokens, watermark_blocks, is_least=is_least)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
         self._require_lease("commit", lease)

@@ -474,13 +474,18 @@ class KVCache:
         """Asks a running lease for a checkpoint at `position`, where a waiting request will diverge from it."""
         self._checkpoints.request(lease, position)
 
-    def extend(self, lease: Lease, new_tokens: int, watermark_blocks: int = 0) -> Deferred | None:
+    def extend(
+        self, lease: Lease, new_tokens: int, watermark_blocks: int = 0, *, is_least: bool = False
+    ) -> Deferred | None:
         """Allocates the blocks of the next `new_tokens` positions, before the forward that computes them.
 
         If new blocks are needed, `watermark_blocks` of every family must remain available afterwards. Blocks
         behind the windows are released first, for good, also if the answer is Deferred.
+
+        For the shortest chunk, a lease may be detached from the tree, and leaves no more checkpoints. Without
+        `is_least` that is one token.
         """
-        return self._admission.extend(lease, new_tokens, watermark_blocks)
+        return self._admission.extend(lease, new_tokens, watermark_blocks, is_least=is_least)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
         """Records that `tokens`, which follow the lease's computed tokens, are computed and in the pools.

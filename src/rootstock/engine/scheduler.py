@@ -646,7 +646,7 @@ class Scheduler:
         Returns False if `sequence` itself was preempted or given up.
         """
         while True:
-            extended = self._cache.extend(lease, tokens)
+            extended = self._cache.extend(lease, tokens, is_least=True)  # more than one within an image
             if not isinstance(extended, Deferred):
                 return True
             # A load cannot be stopped, but ends soon. Another sequence therefore makes room, or this one waits.

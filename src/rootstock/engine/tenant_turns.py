@@ -20,7 +20,7 @@ class TenantTurns:
 
     def __init__(self, most_credit: int) -> None:
         self._most_credit = most_credit
-        self._present = set[str]()  # tenants with requests
+        self._present: dict[str, None] = {}  # tenants with requests, in a fixed order: ties are broken by it
         self._counts: dict[str, int] = {}  # tokens of these, and of others with a part of the credit
         self._reached = 0  # by the lowest counter of those with requests: it never decreases
 
@@ -29,17 +29,19 @@ class TenantTurns:
 
         Since the last step of several tenants, `tokens` were computed for the tenant `alone`.
         """
-        present = {sequence.tenant for sequence in sequences}
+        present = dict.fromkeys(sequence.tenant for sequence in sequences)
         counts = self._counts
         if tokens:
             counts[alone] = max(counts.get(alone, 0), self._reached - self._most_credit) + tokens
-            self._present = {alone}
-        self._reached = max(self._reached, min((counts[each] for each in self._present & present), default=0))
+            self._present = {alone: None}
+        self._reached = max(
+            self._reached, min((counts[each] for each in present if each in self._present), default=0)
+        )
         least = self._reached - self._most_credit
         kept = {tenant: count for tenant, count in counts.items() if tenant in present or count > least}
         if len(kept) > MOST_TENANTS + len(present):
-            highest = sorted(kept.keys() - present, key=counts.__getitem__)[-MOST_TENANTS:]
-            kept = {tenant: counts[tenant] for tenant in (*highest, *(present & kept.keys()))}
+            gone = sorted((each for each in kept if each not in present), key=counts.__getitem__)
+            kept = {each: counts[each] for each in (*gone[-MOST_TENANTS:], *present) if each in counts}
         self._counts = {tenant: max(least, kept.get(tenant, least)) for tenant in present} | {
             tenant: count for tenant, count in kept.items() if tenant not in present
         }
