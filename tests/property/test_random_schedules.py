@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +46,20 @@ def test_tenants_share_public_heads_and_nothing_behind_them_in_a_tier(shard: int
 def test_a_request_with_a_loaded_prefix_can_release_its_path_to_get_memory() -> None:
     """Plays a schedule that failed for want of a block that the path's replaced tail held."""
     run_tiered_schedule(900_672, lost_share=0.0)
+
+
+@pytest.mark.behaviour(38)
+def test_schedules_are_the_same_in_every_process() -> None:
+    """The order of a set of strings differs from process to process."""
+    script = (
+        "from property.schedules import run_schedule\nfor seed in range(500, 540): print(run_schedule(seed))"
+    )
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+
+    def outcomes(hashes: str) -> str:
+        environment = os.environ | {"PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert outcomes("0").count("Outcome") == 40
+    assert outcomes("0") == outcomes("1")
