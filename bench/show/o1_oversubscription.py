@@ -95,7 +95,7 @@ class World:
         self.agents = agents
         runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(), fault=self._compute)
         budget = memory_tokens * row_bytes(FULL, BLOCK) // BLOCK
-        tier = TierConfig() if disk is None else TierConfig(disk, 10 * budget)
+        tier = TierConfig() if disk is None else TierConfig(disk, 40 * budget)
         config = EngineConfig(chunk_tokens=256, max_session_wait_s=wait_s, seed=1)
         stored = stored_index(runtime, tier, BLOCK)
         self.cache = KVCache(families, budget, BLOCK, clock=self.clock, stored=stored)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.helpers import GREEDY, Client, numbers
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.retention.hint_types import CacheHints
-from rootstock.config import EngineConfig
+from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Event, Failed, Finished
 from rootstock.engine.sequence import Phase
 from rootstock.engine.stats import SessionStats
+from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.errors import EngineFault, SessionsFull
 from rootstock.runtime.base import Batch
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
@@ -32,15 +35,21 @@ class Agents:
         families: tuple[Family, ...] = (FULL,),
         wait_s: float = MOST_WAIT_S,
         held: int = 9,
+        disk: Path | None = None,
+        queue_bytes: int = 1 << 24,
     ) -> None:
         self.now = 0.0
         self.fails = False
         runtime = FakeRuntime(97, families=families, eos_token_ids=(), fault=self._forward)
         size = sum(row_bytes(family, BLOCK) for family in families) * PROMPT / BLOCK
-        self.cache = KVCache(families, int(sessions * size / 0.9), BLOCK, clock=lambda: self.now)
+        tier = TierConfig() if disk is None else TierConfig(disk, 1 << 24, queue_bytes=queue_bytes)
+        stored = stored_index(runtime, tier, BLOCK)
+        budget = int(sessions * size / 0.9)
+        self.cache = KVCache(families, budget, BLOCK, clock=lambda: self.now, stored=stored)
         runtime.allocate(self.cache.rows, BLOCK)
         config = EngineConfig(max_session_wait_s=wait_s, max_held=held, idle_work=False, seed=1)
-        self.engine = Engine(runtime, self.cache, config, clock=lambda: self.now)
+        connector = open_below(runtime, self.cache, tier, config.chunk_tokens, lambda: self.now)
+        self.engine = Engine(runtime, self.cache, config, clock=lambda: self.now, tier_connector=connector)
         self.history: dict[str, list[int]] = {}
 
     def _forward(self, _batch: Batch) -> None:
@@ -86,7 +95,8 @@ class Agents:
         raise AssertionError("a request does not end")
 
     def step(self) -> None:
-        self.engine.step()
+        is_stalled = self.engine.steps.is_stalled and self.engine.scheduler.has_work
+        self.engine.step(self.engine.next_command() if is_stalled else None)
         self.engine.scheduler.check()
         self.cache.check()
 
@@ -125,6 +135,33 @@ def test_a_new_session_is_held_while_the_working_set_needs_the_memory() -> None:
     agents.run(held)  # nothing else runs
     assert agents.stats.admitted == {"idle": 1}
     assert isinstance(held.events[-1], Finished)
+
+
+@pytest.mark.parametrize("families", [(FULL,), (FULL, STATE)], ids=["full", "states"])
+def test_with_a_tier_new_sessions_enter_and_evicted_ones_are_loaded(
+    families: tuple[Family, ...], tmp_path: Path
+) -> None:
+    agents = Agents(2.5, families=families, disk=tmp_path)
+    running = full(agents, "a", "b")
+    agents.run(agents.ask("c"))
+    assert not agents.stats.admitted, "it was not held"
+    agents.run(running)
+    returned = agents.answer("b")
+    assert returned.cached_tokens >= PROMPT - 2
+    assert agents.cache.counters.loaded_tokens > 0
+    agents.engine.stop()
+
+
+def test_a_tier_that_loses_sessions_lets_no_new_ones_in(tmp_path: Path) -> None:
+    agents = Agents(2.5, disk=tmp_path, queue_bytes=1)  # nothing is stored
+    running = full(agents, "a", "b")
+    agents.run(agents.ask("c"))
+    active, new = agents.ask("b"), agents.ask("d")
+    agents.step()
+    assert agents.is_held(active), "the tier does not have its prefix"
+    assert agents.is_held(new), "the active sessions compete"
+    agents.run(running, active, new)
+    agents.engine.stop()
 
 
 def test_the_turns_of_sessions_with_their_prefix_pass() -> None:

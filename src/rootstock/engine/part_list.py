@@ -101,7 +101,8 @@ class EngineParts:
         pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s, clock)
         gate = None
         if config.max_session_wait_s and cache.reuse:
-            gate = SessionGate(cache, config.max_session_wait_s, config.max_held)
+            has_tier = tiers is not None
+            gate = SessionGate(cache, config.max_session_wait_s, config.max_held, has_tier=has_tier)
         scheduler = Scheduler(
             cache,
             config.max_batch,

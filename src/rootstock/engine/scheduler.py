@@ -480,9 +480,10 @@ class Scheduler:
                 continue
             if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
+            if self._wait_for_prefix(sequence, match, step.now):
                 continue
-            if self._is_held(step, sequence, match):
+            loads = self._admit_to_load(step, sequence, match)
+            if loads or (loads is False and self._is_held(step, sequence, match)):
                 continue
             admitted = self._ask_for_rows(sequence, match)
             while isinstance(admitted, Deferred) and self._drop_pin():
@@ -557,8 +558,10 @@ class Scheduler:
         self._cache.request_checkpoint(pending.producer, pending.until)
         return True
 
-    def _admit_to_load(self, step: _Step, sequence: Sequence, match: Match) -> bool:
-        """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead."""
+    def _admit_to_load(self, step: _Step, sequence: Sequence, match: Match) -> bool | None:
+        """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead.
+
+        None: it should load, and there are no rows for that now."""
         if not sequence.may_load or not sequence.prompt_scored:
             return False
         hit, sequence.load_choice = self.tiers.choose(match)
@@ -567,7 +570,7 @@ class Scheduler:
         admitted = self._ask_for_rows(sequence, match, hit)
         if isinstance(admitted, Deferred):
             sequence.did_not_load()  # computing may need fewer blocks
-            return False
+            return None
         self._start(step, sequence, admitted)
         sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
         if sequence.cached_tokens is None:

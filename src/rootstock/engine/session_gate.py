@@ -54,9 +54,10 @@ class HeldRequest:
 class SessionGate(Part):
     """The gate of requests whose sessions have no place in memory. Owned by the engine's thread."""
 
-    def __init__(self, cache: KVCache, most_wait_s: float, most_held: int) -> None:
+    def __init__(self, cache: KVCache, most_wait_s: float, most_held: int, *, has_tier: bool = False) -> None:
         """Holds at most `most_held` requests, each for `most_wait_s` at most. `held` stays the same object."""
         self._cache = cache
+        self._has_tier = has_tier  # from which evicted sessions are loaded
         self._most_wait_s = most_wait_s
         self._most_held = most_held
         self.held: dict[Sequence, HeldRequest] = {}  # in order of arrival at the gate
@@ -203,9 +204,11 @@ class SessionGate(Part):
             tenants
         ):
             return True
+        is_calm = self._contended_at is None or now - self._contended_at > CALM_S
+        if self._has_tier and is_calm and not demand.is_lost:
+            return True  # sessions that it evicts are loaded again
         if memory.expected_bytes + demand.size_bytes > budget_bytes:
             return False
-        is_calm = self._contended_at is None or now - self._contended_at > CALM_S
         return (
             demand.is_active
             or is_calm

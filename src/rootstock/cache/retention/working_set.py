@@ -27,6 +27,7 @@ class Demand:
     tenant: str
     size_bytes: int
     is_active: bool  # the session, or the one that it works for, was admitted before, and goes on since
+    is_lost: bool = False  # it was, and neither memory nor a tier has its prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ class WorkingSet:
         if size <= SMALL_LOSS * session.size_bytes:
             return None  # a short request beside the conversation
         session.yields_its_place = True
-        is_active = serves_active or session.is_active(now)
-        return Demand(hints.tenant, max(size, session.size_bytes), is_active)
+        is_active = session.is_active(now)
+        size = max(size, session.size_bytes)
+        return Demand(hints.tenant, size, is_active or serves_active, is_lost=is_active and known > 0)
 
     def memory(self) -> SessionMemory:
         """Adds up the memory of the sessions that go on."""
