@@ -480,10 +480,8 @@ class KVCache:
         """Allocates the blocks of the next `new_tokens` positions, before the forward that computes them.
 
         If new blocks are needed, `watermark_blocks` of every family must remain available afterwards. Blocks
-        behind the windows are released first, for good, also if the answer is Deferred.
-
-        For the shortest chunk, a lease may be detached from the tree, and leaves no more checkpoints. Without
-        `is_least` that is one token.
+        behind the windows are released first, for good, also if the answer is Deferred. For one token, or with
+        `is_least`, the lease may be detached from the tree: it leaves no more checkpoints.
         """
         return self._admission.extend(lease, new_tokens, watermark_blocks, is_least=is_least)
 

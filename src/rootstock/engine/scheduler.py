@@ -463,9 +463,7 @@ class Scheduler:
         return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
 
     def _admit(self, step: _Step, waiting: Iterable[Sequence], most_missed: int | None) -> bool:
-        """Admits these requests, or those that miss at most `most_missed` tokens.
-
-        Returns False if one waits for rows: no other may overtake it."""
+        """Admits these requests, or those that miss few tokens. False: one waits for rows, and none overtakes it."""
         for sequence in list(waiting):
             if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
                 return True
