@@ -334,13 +334,12 @@ class Scheduler:
 
         With `most_left`, only those that have at most so many tokens left, and of the queue's first requests.
         """
-        waiting: Iterable[Sequence] = self._waiting
-        if most_left is not None:
-            waiting = itertools.islice(self._waiting_in_turn, PROTECTED_REQUESTS)
+        most = None if most_left is None else PROTECTED_REQUESTS
         if len(self._tenants) < 2:
             self._schedule_prefills(step, self._running, most_left)
-            self._admit(step, waiting, most_left)
+            self._admit(step, itertools.islice(self._waiting, most), most_left)
             return
+        waiting = self._turns.in_turn(self._waiting)[:most]
         admits = True
         for running, of_tenant in self._turns.grouped(self._running, waiting):
             self._schedule_prefills(step, running, most_left)
@@ -348,13 +347,10 @@ class Scheduler:
             if step.budget <= 0:
                 break
 
-    @property
-    def _waiting_in_turn(self) -> Iterable[Sequence]:
-        return self._waiting if len(self._tenants) < 2 else self._turns.in_turn(self._waiting)
-
     def _protect_hits_of_queued(self) -> None:
         """Protects the entries that the first queued requests would hit, and again after each change of the cache."""
-        for sequence in itertools.islice(self._waiting_in_turn, PROTECTED_REQUESTS):
+        waiting = self._waiting if len(self._tenants) < 2 else self._turns.in_turn(self._waiting)
+        for sequence in itertools.islice(waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
                 sequence.hit_protection = self._cache.protect(self._match(sequence))
@@ -366,12 +362,10 @@ class Scheduler:
 
     def _schedule_decodes(self, step: _Step) -> None:
         for sequence in list(self._running):
-            # An earlier sequence may have preempted this one.
-            if isinstance(sequence.state, Decoding) and self._reserve(
-                step, sequence, sequence.state.lease, 1
-            ):
+            state = sequence.state  # an earlier sequence may have preempted this one
+            if isinstance(state, Decoding) and self._reserve(step, sequence, state.lease, 1):
                 last = np.array(sequence.generated[-1:], np.int32)
-                step.scheduled.append(ScheduledSequence(sequence, sequence.state.lease, last))
+                step.scheduled.append(ScheduledSequence(sequence, state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
         step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
@@ -388,8 +382,10 @@ class Scheduler:
         """Schedules prompts that half of the budget computes to their end, if another one would take all of it."""
         if not (self._waiting or len(self._running) > 1):
             return
-        budget, room, planned = step.budget, min(step.budget, self._paced(step, 0)), step.tokens
         prefills = [each.state for each in self._running if isinstance(each.state, Prefilling)]
+        if not prefills:
+            return
+        budget, room, planned = step.budget, min(step.budget, self._paced(step, 0)), step.tokens
         if all(_left(each.lease) <= room for each in prefills):
             return
         step.budget = room // 2

@@ -151,8 +151,7 @@ class SessionGate(Part):
 
     def entered(self, sequence: Sequence) -> None:
         """Notes that the cache has admitted a request that was held."""
-        if sequence.request.hints is not None:
-            self._cache.working_set.was_held(sequence.request.hints, sequence.held_s)
+        self._cache.working_set.was_held(sequence.request.hints, sequence.held_s)
 
     def _has_rows(self, held: HeldRequest) -> bool:
         """Returns whether a held request would run at once, instead of making others wait for its rows."""

@@ -38,13 +38,11 @@ class TenantTurns:
             self._reached, min((counts[each] for each in present if each in self._present), default=0)
         )
         least = self._reached - self._most_credit
-        kept = {tenant: count for tenant, count in counts.items() if tenant in present or count > least}
-        if len(kept) > MOST_TENANTS + len(present):
-            gone = sorted((each for each in kept if each not in present), key=counts.__getitem__)
-            kept = {each: counts[each] for each in (*gone[-MOST_TENANTS:], *present) if each in counts}
-        self._counts = {tenant: max(least, kept.get(tenant, least)) for tenant in present} | {
-            tenant: count for tenant, count in kept.items() if tenant not in present
-        }
+        gone = [tenant for tenant, count in counts.items() if tenant not in present and count > least]
+        if len(gone) > MOST_TENANTS:
+            gone = sorted(gone, key=counts.__getitem__)[-MOST_TENANTS:]
+        kept = {tenant: counts[tenant] for tenant in gone}
+        self._counts = kept | {tenant: max(least, counts.get(tenant, least)) for tenant in present}
         self._present = present
         return {*present}
 

@@ -124,23 +124,27 @@ class WorkingSet:
         if active:
             min(active)[2].active_since = None
 
-    def was_held(self, hints: CacheHints, seconds: float) -> None:
+    def was_held(self, hints: CacheHints | None, seconds: float) -> None:
         """Notes that a request was held before its admission."""
-        session = None if hints.session is None else self._sessions.find(hints.tenant, hints.session)
+        session = self._of(hints)
         if session is not None:
             session.held_s += seconds
 
     def expects(self, hints: CacheHints, now: float) -> bool:
         """Returns whether a request's session has a place in memory. From any thread."""
-        session = None if hints.session is None else self._sessions.find(hints.tenant, hints.session)
+        session = self._of(hints)
         return session is not None and session.is_expected(now)
 
     def runs(self, hints: CacheHints | None) -> bool:
         """Returns whether another request of a request's session runs."""
-        if hints is None or hints.session is None:
-            return False
-        session = self._sessions.find(hints.tenant, hints.session)
+        session = self._of(hints)
         return session is not None and session.running > 0
+
+    def _of(self, hints: CacheHints | None) -> CacheSession | None:
+        """Returns the session that a request names, if it is known."""
+        if hints is None or hints.session is None:
+            return None
+        return self._sessions.find(hints.tenant, hints.session)
 
     def sessions(
         self, tenant: str | None, most: int = 1000, held: Mapping[tuple[str, str], int] | None = None
