@@ -368,15 +368,14 @@ class Scheduler:
                 step.scheduled.append(ScheduledSequence(sequence, state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
-        step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
+        if decodes:
+            step.budget = self._chunk_tokens - decodes
+        else:
+            step.budget = self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
         if self.admits_one_by_one:
             step.budget = min(step.budget, max(LEAST_SCARCE_TOKENS, self._chunk_tokens // SCARCE_SHARE))
         if decodes and self._pace is not None:
             self.paced_tokens = self._paced(step, 0)
-
-    @property
-    def _idle_budget(self) -> int:
-        return self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
 
     def _schedule_short_prompts(self, step: _Step) -> None:
         """Schedules prompts that half of the budget computes to their end, if another one would take all of it."""

@@ -390,7 +390,9 @@ class Guard:
         if not isinstance(caller, Caller) or caller.has_admin_key or caller.allowed_paths is not None:
             await self._pass_on(scope, receive, send)  # operators have no limits
             return
-        await self._pass_on_limited(caller.tenant or _named_tenant(headers), scope, receive, send)
+        # The routes refuse a name that is too long.
+        named = _text(headers.get(SALT_HEADER.lower().encode(), b""))[:MAX_SALT_LENGTH]
+        await self._pass_on_limited(caller.tenant or named, scope, receive, send)
 
     async def _pass_on_limited(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on within its tenant's limits. Each POST counts, but for probes and the dashboard's."""
@@ -528,11 +530,6 @@ def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError
     if not _JSON.fullmatch(content_type.strip()) or not utf8:
         return ContentTypeNotJson("Content-Type", _text(declared or b""))
     return None
-
-
-def _named_tenant(headers: Headers) -> str:
-    """Returns the tenant that the header names. The routes refuse one that is too long."""
-    return _text(headers.get(SALT_HEADER.lower().encode(), b""))[:MAX_SALT_LENGTH]
 
 
 def _names_of(config: ServerConfig, *, needs_key: bool) -> frozenset[str] | None:
