@@ -165,7 +165,7 @@ class World:
     def _end_loads(self) -> None:
         """Waits until the loads that were begun are read, and ends those whose time is over."""
         while self._begun_loads:
-            self._loads.append(self._landing.get(timeout=5))
+            self._loads.append(self._landing.get(timeout=60))
             self._begun_loads -= 1
         for ends_at, end in self._loads:
             if ends_at <= self.clock.now:
@@ -299,10 +299,10 @@ def curve(
 
 
 def of_peak(found: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Returns the peak of the throughput, and its parts at and behind the peak, up to MOST_TIMES of the memory."""
+    """Returns the peak of the throughput, and its parts from the best place up to MOST_TIMES of the memory on."""
     peak = max(each["turns_per_s"] for each in found.values())
     parts = {each["times"]: each["turns_per_s"] / peak for each in found.values()}
-    top = max(parts, key=parts.__getitem__)
+    top = max((times for times in parts if times <= MOST_TIMES), key=parts.__getitem__)
     return {
         "peak": round(peak, 4),
         "of_peak": {round(times, 2): round(part, 3) for times, part in parts.items()},
@@ -399,7 +399,7 @@ def _ask_torch(
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--parts", default="simulated,disk,below,torch", help="comma-separated")
-    options.add_argument("--counts", default="8,12,16,20,24,32,44", help="agents, comma-separated")
+    options.add_argument("--counts", default="8,16,20,24,32,44,64", help="agents, comma-separated")
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--hours", type=float, default=1.2, help="of simulated time")
     options.add_argument("--torch-seconds", type=float, default=60.0, help="of each run in real time")
