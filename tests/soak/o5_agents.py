@@ -171,6 +171,7 @@ class Messages:
         """Makes the answer of a whole request from the events of a stream."""
         blocks: list[Json] = []
         usage: Json = {}
+        is_cut = False
         for event in events:
             match event["type"]:
                 case "message_start":
@@ -182,6 +183,9 @@ class Messages:
                     blocks[-1]["parts"] += delta.get("text") or delta.get("partial_json") or ""
                 case "message_delta":
                     usage |= event["usage"]
+                    is_cut = event["delta"].get("stop_reason") == "max_tokens"
+        if is_cut and blocks and blocks[-1]["type"] == "tool_use":
+            del blocks[-1]  # the limit of the answer may lie inside of its arguments
         for block in blocks:
             parts = block.pop("parts")
             if block["type"] == "tool_use":
