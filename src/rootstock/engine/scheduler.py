@@ -368,10 +368,8 @@ class Scheduler:
                 step.scheduled.append(ScheduledSequence(sequence, state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
-        if decodes:
-            step.budget = self._chunk_tokens - decodes
-        else:
-            step.budget = self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
+        budget = self._chunk_tokens if decodes or self._others_decode() else self._idle_chunk_tokens
+        step.budget = budget - decodes
         if self.admits_one_by_one:
             step.budget = min(step.budget, max(LEAST_SCARCE_TOKENS, self._chunk_tokens // SCARCE_SHARE))
         if decodes and self._pace is not None:
