@@ -299,14 +299,18 @@ def curve(
 
 
 def of_peak(found: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Returns the peak of the throughput, and its parts from the best place up to MOST_TIMES of the memory on."""
+    """Returns the peak of the throughput, its parts, and the least part of the best that fewer agents reach, up to
+    MOST_TIMES of the memory: where more agents do more, nothing is lost."""
     peak = max(each["turns_per_s"] for each in found.values())
     parts = {each["times"]: each["turns_per_s"] / peak for each in found.values()}
-    top = max((times for times in parts if times <= MOST_TIMES), key=parts.__getitem__)
+    best = itertools.accumulate(parts.values(), max)
+    kept = [
+        part / most for (times, part), most in zip(parts.items(), best, strict=True) if times <= MOST_TIMES
+    ]
     return {
         "peak": round(peak, 4),
         "of_peak": {round(times, 2): round(part, 3) for times, part in parts.items()},
-        "least_of_peak": round(min(part for times, part in parts.items() if top <= times <= MOST_TIMES), 3),
+        "least_of_peak": round(min(kept), 3),
     }
 
 
