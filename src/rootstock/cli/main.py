@@ -12,6 +12,7 @@ import typer
 from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
+from rootstock.cli.conformance import conformance
 from rootstock.cli.doctor import doctor
 from rootstock.cli.fleet import fleet
 from rootstock.cli.launch import launch
@@ -305,6 +306,7 @@ def bench(
 
 app.command(cls=options.Command)(launch)
 app.command(cls=options.Command)(fleet)
+app.command(cls=options.Command)(conformance)
 
 
 def ready_line(made: Assembly, url: str, block_size: int = CacheConfig().block_size) -> str:

@@ -1,0 +1,146 @@
+"""The suite: runs the cases one after the other, and compares each answer with its reference."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rootstock.conformance.cases import CASES, Case
+from rootstock.conformance.server import AskFailed, Json, Server
+from rootstock.conformance.talk import Exchange, Refused, Talk, Violation
+from rootstock.conformance.truth import Truth, compared, tolerance_of
+from rootstock.errors import InvalidOption, StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteOptions:
+    """Size of the suite."""
+
+    cases: tuple[str, ...] = ()  # all
+    seed: int = 0
+    prompt_words: int = 300
+    answer_tokens: int = 12
+    pressure: int = 12  # conversations that come between
+    tolerance: float | None = None  # nats; None: ten times what the server's rounding shows
+
+    def __post_init__(self) -> None:
+        for name in self.cases:
+            if name not in CASES:
+                raise InvalidOption("--cases", name, f"some of {', '.join(CASES)}")
+
+
+@dataclass(slots=True)
+class CaseResult:
+    case: Case
+    sent: Sequence[Exchange] = ()
+    findings: list[Violation] = field(default_factory=list)
+    refused: str = ""
+    compared: int = 0  # answers that had a reference
+    largest_nats: float = 0.0
+    shared_tokens: int = 0  # that were sent before, of prompts
+    cached_tokens: int = 0  # that the server says it found, of these prompts
+
+
+@dataclass(slots=True)
+class SuiteResult:
+    server: Server
+    noise: float = 0.0
+    tolerance: float = 0.0
+    cases: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Violation]:
+        return [finding for result in self.cases for finding in result.findings]
+
+
+def run_suite(
+    server: Server,
+    options: SuiteOptions,
+    restart: Callable[[], None] | None = None,
+    on_case: Callable[[CaseResult], None] = lambda result: None,
+) -> SuiteResult:
+    """Asks a server the requests of the cases. Calls `on_case` after each. Raises StartupError."""
+    result = SuiteResult(server)
+    truth = Truth(server, options.seed)
+
+    def talk_of(name: str) -> Talk:
+        return Talk(
+            name,
+            server,
+            truth,
+            random.Random(f"{options.seed} {name}"),
+            size=options.prompt_words,
+            answer_tokens=options.answer_tokens,
+            pressure=options.pressure,
+            restart=restart,
+        )
+
+    try:
+        first = talk_of("probe")
+        body = first.chat(0.5).body
+        server.probe(body)
+        truth.find_way(body, first.chat(0.5).body)
+        result.noise = truth.noise([first.chat(part).body for part in (0.2, 0.6, 1.0, 2.0)])
+    except AskFailed as error:
+        raise StartupError(f"The server does not answer plain chats: {error.reason}") from error
+    result.tolerance = tolerance_of(result.noise) if options.tolerance is None else options.tolerance
+    waiting: list[tuple[CaseResult, Talk]] = []
+    for name in options.cases or CASES:
+        talk = talk_of(name)
+        waiting.append((_run_case(CASES[name], talk), talk))
+        if server.can.cold_by != "flood":
+            _judge(*waiting.pop(), truth, result, on_case)
+    truth.ask_in_rounds([_bodies(talk) for _, talk in waiting])
+    for each, talk in waiting:
+        _judge(each, talk, truth, result, on_case)
+    return result
+
+
+def _bodies(talk: Talk) -> list[Json]:
+    """Returns the different prompts of a case."""
+    return list({json.dumps(sent.body, sort_keys=True): sent.body for sent in talk.sent}.values())
+
+
+def _run_case(case: Case, talk: Talk) -> CaseResult:
+    result = CaseResult(case)
+    try:
+        case.run(talk)
+    except Refused as error:
+        result.refused = str(error)
+    return result
+
+
+def _judge(
+    result: CaseResult,
+    talk: Talk,
+    truth: Truth,
+    whole: SuiteResult,
+    on_case: Callable[[CaseResult], None],
+) -> None:
+    """Compares the answers of a case with their references."""
+    case, tolerance = result.case, whole.tolerance
+    result.sent, result.findings = talk.sent, talk.findings
+    for sent in talk.sent:
+        if sent.shared is not None and sent.answer.cached_tokens is not None:
+            result.shared_tokens += sent.shared
+            result.cached_tokens += sent.answer.cached_tokens
+        cold = truth.of(sent.body) or truth.first(sent.body, sent.answer)
+        if cold is None or sent.answer.prompt_tokens is None:
+            continue
+        if cold.prompt_tokens != sent.answer.prompt_tokens:
+            told = f"{sent.answer.prompt_tokens} prompt tokens, {cold.prompt_tokens} where nothing is cached"
+            cold = None if sent.ids is None else truth.of_ids(sent.body, sent.ids)
+            if cold is None or cold.prompt_tokens != sent.answer.prompt_tokens:
+                what = f"{sent.how}: {told}"
+                result.findings.append(Violation(case.name, "false count", what, sent.number))
+                continue
+        result.compared += 1
+        difference, nats = compared(cold, sent.answer, tolerance)
+        result.largest_nats = max(result.largest_nats, nats)
+        if difference is not None:
+            what = f"{sent.how}: at token {difference.position} {difference.what}"
+            result.findings.append(Violation(case.name, "wrong answer", what, sent.number, difference.nats))
+    whole.cases.append(result)
+    on_case(result)
