@@ -40,7 +40,6 @@ MODELS = {"first": "full", "second": "states"}  # name → kind of the tiny mode
 TENANTS = {"many": 12, "few": 4}  # agents of each model
 MOST_WAIT_S = 120.0
 OPTIONS = ("--dtype", "float32", "--max-session-wait", f"{MOST_WAIT_S:.0f}s")
-OPTIONS += ("--answer-memory", "2MiB")  # small enough to be full in the second quarter
 AMPLE = "512MiB"
 FASTER = 2.0
 LATEST_ANSWER_S = 600.0
@@ -72,7 +71,7 @@ class Session:
 
     tenant: str
     api: Chat | Messages
-    turns: list[tuple[Json, Json]] = field(default_factory=list)
+    turns: list[tuple[Json, Answered]] = field(default_factory=list)
 
 
 @dataclass
@@ -235,7 +234,7 @@ class Agent:
             answered = await self._answer(body)
             if answered is None:
                 return
-            session.turns.append((body, answered.content))
+            session.turns.append((body, answered))
             self.tokens = answered.prompt_tokens
             said = self._prose(5, 60)
             if answered.calls:
@@ -377,29 +376,36 @@ def _asked_by_operator(url: str, path: str) -> httpx.Response:
     return httpx.get(f"{url}{path}", headers=headers, timeout=60, trust_env=False).raise_for_status()
 
 
-def wrong_answers(url: str, sessions: Sequence[Session]) -> int:
-    """Counts the sessions in which an answer differs from the one to the same session alone.
+def wrong_answers(url: str, sessions: Sequence[Session]) -> Counter[str]:
+    """Compares sessions with the same ones alone, up to the first turn that differs. Counts the sessions by it.
 
     Both models sample tokens as no tokenizer would cut the text, and the server puts the tokens of remembered answers
-    into the next prompts. A turn alone, without the turns before it, would thus be another prompt.
+    into the next prompts. A turn alone, without the turns before it, would thus be another prompt. It is another one
+    as well where the answer before was forgotten in the meantime: its length shows that.
     """
-    wrong = 0
+    counts = Counter[str]()
     with httpx.Client(base_url=url, timeout=LATEST_ANSWER_S, trust_env=False) as http:
         for number, session in enumerate(sessions):
             new_ids: dict[str, str] = {}  # of calls
-            for body, content in session.turns:
+            for body, answered in session.turns:
                 alone = with_ids(body, new_ids) | {"cache_salt": f"alone-{number}"}
                 headers = {"Authorization": f"Bearer {session.tenant}"}
                 answer = http.post(session.api.path, json=alone, headers=headers).raise_for_status()
                 events = [event for line in answer.text.splitlines() for event in event_of(line)]
                 whole = session.api.joined(events) if "stream" in body else answer.json()
                 again = session.api.answered(whole)
-                new_ids |= zip(session.api.call_ids(content), again.calls, strict=False)
-                if with_ids(content, new_ids) != again.content:
-                    wrong += 1
-                    print(f"{session.api.path} answered {content}, and alone {again.content}", flush=True)
+                new_ids |= zip(answered.calls, again.calls, strict=False)
+                if again.prompt_tokens != answered.prompt_tokens:
+                    counts["other prompts"] += 1
                     break
-    return wrong
+                if with_ids(answered.content, new_ids) != again.content:
+                    counts["wrong"] += 1
+                    print(
+                        f"{session.api.path} answered {answered.content}, and alone {again.content}",
+                        flush=True,
+                    )
+                    break
+    return counts
 
 
 def event_of(line: str) -> list[Json]:
@@ -430,13 +436,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--ample-seconds", type=float, default=400.0, help="with memory for all sessions")
     parser.add_argument("--times", type=float, default=2.0, help="the sessions' need over the memory")
+    # So small that it is full in the second quarter, and large enough for the answers of the open sessions.
+    parser.add_argument("--answer-memory", default="2MiB")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models = [save_chat(Path(folder) / name, kind) for name, kind in MODELS.items()]
         keys = Path(folder) / "keys.yaml"
         each = ", ".join(f"{{key: {name}, tenant: {name}}}" for name in TENANTS)
         keys.write_text(f"keys: [{each}, {{key: operator, role: operator}}]")
-        options = (str(models[1]), *OPTIONS, "--api-keys", str(keys))
+        options = (str(models[1]), *OPTIONS, "--api-keys", str(keys), "--answer-memory", args.answer_memory)
         with rootstock_server(models[0], *options, "--kv-budget", AMPLE) as server:
             played = asyncio.run(
                 play(server.url, server.pid, args.ample_seconds, Counts(), bytes_of_sessions(server.url))
@@ -447,7 +455,7 @@ def main() -> None:
         counts = Counts()
         with rootstock_server(models[0], *options, "--kv-budget", str(budget)) as server:
             played = asyncio.run(play(server.url, server.pid, args.seconds, counts, held(server.url)))
-            wrong = wrong_answers(server.url, counts.kept)
+            compared = wrong_answers(server.url, counts.kept)
     began = played["began"]
     hits = quarters(began, args.seconds, counts.turns)
     memory = [
@@ -474,7 +482,8 @@ def main() -> None:
         "memory_growth": round(memory[3] / memory[1] - 1, 4),
         "compared_sessions": len(counts.kept),
         "compared_turns": sum(len(session.turns) for session in counts.kept),
-        "wrong": wrong,
+        "other_prompts": compared["other prompts"],
+        "wrong": compared["wrong"],
     }
     bars = {
         "seconds": at_least(7200),
