@@ -436,7 +436,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--ample-seconds", type=float, default=400.0, help="with memory for all sessions")
     parser.add_argument("--times", type=float, default=2.0, help="the sessions' need over the memory")
-    # So small that it is full in the second quarter, and large enough for the answers of the open sessions.
+    # The memory is full in the second quarter, and has room for the answers of the open sessions.
     parser.add_argument("--answer-memory", default="2MiB")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

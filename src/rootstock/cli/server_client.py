@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     import httpx
 
 
-def server_client(url: str, headers: dict[str, str], timeout_s: float | None = None) -> httpx.Client:
+def server_client(
+    url: str, headers: dict[str, str], timeout_s: float | httpx.Timeout | None = None
+) -> httpx.Client:
     """Returns a client of the server at a URL, with or without /v1."""
     import httpx
 

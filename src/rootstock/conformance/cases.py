@@ -49,7 +49,7 @@ def between(talk: Talk) -> None:
     """A, B and A again; then turns of both, one after the other."""
     one, other = talk.chat(), talk.chat()
     for chat in (one, other, one, other):
-        answer = talk.ask(chat, "after another conversation" if chat is other else "A, B, A")
+        talk.ask(chat, "after another conversation" if chat is other else "A, B, A")
     for round_ in range(2):
         for _ in range(2):
             one, other = other, one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from rootstock.conformance.server import Json
 from rootstock.conformance.suite import CaseResult, SuiteResult
@@ -48,7 +49,7 @@ def summary(result: SuiteResult) -> Iterator[str]:
 def as_json(result: SuiteResult) -> Json:
     """Returns the whole result. Cases with findings have their requests, in order."""
     return {
-        "server": result.server.can.as_json(),
+        "server": asdict(result.server.can),
         "noise_nats": result.noise,
         "tolerance_nats": result.tolerance,
         "findings": len(result.findings),

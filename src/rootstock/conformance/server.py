@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from rootstock.cli.server_client import server_client
 from rootstock.errors import StartupError
 
 Json = dict[str, Any]
@@ -46,11 +46,9 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments
-    finish: str | None = None
     scored: tuple[Scored, ...] = ()
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    completion_tokens: int | None = None
 
     @property
     def said(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
@@ -71,20 +69,18 @@ class Answer:
 
 @dataclass(slots=True)
 class Abilities:
-    """What a server was seen to do."""
+    """Abilities of a server, as its answers showed them."""
 
     model: str
     dropped: tuple[str, ...] = ()  # optional fields that it refuses
     has_logprobs: bool = False
     says_cached: bool = False
-    has_tools: bool = False
     tokenizes: str = (
-        ""  # "messages": /tokenize takes a chat; "template": /apply-template and /tokenize; "": neither
+        ""  # by /tokenize: "messages" of a chat, or the text of /apply-template, "template"; "": not
     )
-    cold_by: str = ""  # how a request finds nothing: see `ColdWay`
-
-    def as_json(self) -> Json:
-        return {name: getattr(self, name) for name in self.__slots__}
+    cold_by: str = (
+        ""  # how a prompt finds nothing: by "cache_salt", "cache_prompt" or a "flood"; "": it cannot
+    )
 
 
 class Server:
@@ -93,14 +89,8 @@ class Server:
     def __init__(
         self, url: str, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1")
-        is_local = urlsplit(self._base).hostname in ("localhost", "127.0.0.1", "::1")
-        self._client = httpx.Client(
-            base_url=self._base,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=not is_local,  # the environment's proxies cannot reach this machine's own ports
-        )
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = server_client(url, headers, httpx.Timeout(timeout_s, connect=10.0))
         self.can = Abilities(model or "")
 
     def __enter__(self) -> Server:
@@ -110,7 +100,8 @@ class Server:
             except (AskFailed, KeyError, IndexError, TypeError) as error:
                 self._client.close()
                 raise StartupError(
-                    f"{self._base}/v1/models names no model ({error}). Check the URL and --api-key, or give --model."
+                    f"{self._client.base_url.join('/v1/models')} names no model ({error}). "
+                    "Check the URL and --api-key, or give --served-model-name."
                 ) from error
         return self
 
@@ -144,7 +135,7 @@ class Server:
 
     # ------------------------------------------------------------------------------------- chats
 
-    def complete_body(self, body: Json) -> Json:
+    def _complete_body(self, body: Json) -> Json:
         """Returns a request's body with the fields that every request of the suite has."""
         full: Json = {
             "model": self.can.model,
@@ -165,11 +156,11 @@ class Server:
         if stream:
             return [_of_chunks(self.chunks(body))]
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        return _of_whole(self._json("POST", path, self.complete_body(body)))
+        return _of_whole(self._json("POST", path, self._complete_body(body)))
 
     def chunks(self, body: Json) -> Iterator[Json]:
         """Yields the chunks of a streamed chat. Closing the iterator closes the connection. Raises AskFailed."""
-        whole = self.complete_body(body) | {"stream": True, "stream_options": {"include_usage": True}}
+        whole = self._complete_body(body) | {"stream": True, "stream_options": {"include_usage": True}}
         taken = 0
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=whole) as response:
@@ -219,7 +210,7 @@ class Server:
         except (AskFailed, KeyError, TypeError):
             return None
 
-    def probe(self, body: Json) -> Answer:
+    def probe(self, body: Json) -> None:
         """Finds the optional fields that the server takes, and what its answers tell. Raises StartupError."""
         for leave_out in ((), *((name,) for name in OPTIONAL_FIELDS), OPTIONAL_FIELDS):
             self.can.dropped = leave_out
@@ -238,7 +229,6 @@ class Server:
                 break
         else:
             self.can.tokenizes = ""
-        return answer
 
 
 def _ids(told: Any) -> list[int]:
@@ -253,16 +243,16 @@ def _of_whole(body: Any) -> list[Answer]:
 
 
 def _of_choice(choice: Any) -> Answer:
-    scored, finish = tuple(_scored(choice.get("logprobs"))), choice.get("finish_reason")
+    scored = tuple(_scored(choice.get("logprobs")))
     message = choice.get("message")
     if message is None:
-        return Answer(choice["text"], finish=finish, scored=scored)
+        return Answer(choice["text"], scored=scored)
     calls = tuple(
         (str(each["function"]["name"]), str(each["function"]["arguments"]))
         for each in message.get("tool_calls") or ()
     )
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Answer(message.get("content") or "", reasoning, calls, finish, scored)
+    return Answer(message.get("content") or "", reasoning, calls, scored)
 
 
 @dataclass(slots=True)
@@ -270,7 +260,6 @@ class _Collected:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[str]] = field(default_factory=dict)  # name and pieces of the arguments
-    finish: str | None = None
     scored: list[Scored] = field(default_factory=list)
     usage: Any = None
 
@@ -285,7 +274,6 @@ class _Collected:
                 pieces = self.calls.setdefault(call.get("index") or 0, [""])
                 pieces[0] += function.get("name") or ""
                 pieces.append(function.get("arguments") or "")
-            self.finish = choice.get("finish_reason") or self.finish
             self.scored += _scored(choice.get("logprobs"))
 
 
@@ -295,7 +283,7 @@ def _of_chunks(chunks: Iterator[Json]) -> Answer:
         for chunk in chunks:
             got.add(chunk)
         calls = tuple((pieces[0], "".join(pieces[1:])) for _, pieces in sorted(got.calls.items()))
-        answer = Answer("".join(got.text), "".join(got.reasoning), calls, got.finish, tuple(got.scored))
+        answer = Answer("".join(got.text), "".join(got.reasoning), calls, tuple(got.scored))
         return _with_usage(answer, got.usage)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise AskFailed("not a stream of OpenAI's chat API") from error
@@ -308,7 +296,6 @@ def _with_usage(answer: Answer, usage: Any) -> Answer:
         answer,
         prompt_tokens=usage.get("prompt_tokens"),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
     )
 
 

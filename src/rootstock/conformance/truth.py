@@ -76,6 +76,11 @@ def _brief(answer: Answer) -> str:
     return repr((answer.text or answer.reasoning or str(answer.calls))[:60])
 
 
+def key_of(body: Json) -> str:
+    """Returns a key that equal bodies share."""
+    return json.dumps(body, sort_keys=True)
+
+
 class Ledger:
     """Prompts that were sent, by salt: the most that a later prompt can share with them."""
 
@@ -114,7 +119,6 @@ class Truth:
         self._flood = 0
         self._head = 0  # tokens that any prompt finds: the template's head
         self.ledger = Ledger()
-        self.asked = 0
 
     def find_way(self, body: Json, new: Json) -> None:
         """Finds out how a prompt that was sent before finds nothing in this server's cache.
@@ -150,7 +154,6 @@ class Truth:
         return answer.cached_tokens is not None and answer.cached_tokens <= self._head
 
     def _ask_cold(self, body: Json) -> list[Answer]:
-        self.asked += 1
         way = self._server.can.cold_by
         if way == "flood":
             self._send_others()
@@ -181,7 +184,7 @@ class Truth:
                 with contextlib.suppress(AskFailed):
                     answer = self._server.ask(body)[0]
                     if self._found_nothing(answer):
-                        self._known[json.dumps(body, sort_keys=True)] = answer
+                        self._known[key_of(body)] = answer
 
     def _note(self, body: Json) -> None:
         """Notes a prompt that later ones may find."""
@@ -196,18 +199,21 @@ class Truth:
 
     def of(self, body: Json) -> Answer | None:
         """Returns the reference of a prompt; None if none can be had."""
-        key = json.dumps(body, sort_keys=True)
+        key = key_of(body)
         if key not in self._known:
             self._known[key] = self._asked_for(body)
         return self._known[key]
 
     def of_ids(self, body: Json, ids: Sequence[int]) -> Answer | None:
-        """Returns the reference of a chat whose prompt had these token ids; None if none can be had.
+        """Returns the reference of a chat whose prompt had these token ids; None if none can be had, or if
+        the usual reference has the same ones.
 
         A server that keeps the sampled tokens of an answer tokenizes a history otherwise than one that does not. Both
         must stand for the same text.
         """
         usual = self._server.tokens_of({**body, **self._cold_fields(self._server.can.cold_by)})
+        if usual == ids:
+            return None
         text = self._server.text_of(ids)
         if usual is None or text is None or self._server.text_of(usual) != text:
             return None
@@ -220,7 +226,7 @@ class Truth:
         """Returns the first answer to a prompt, where a server has no way to compute it anew."""
         if self._server.can.cold_by:
             return None
-        key = json.dumps(body, sort_keys=True)
+        key = key_of(body)
         self._known[key] = self._known[key] or answer
         return self._known[key]
 
