@@ -231,6 +231,22 @@ def test_no_request_is_held_longer_than_its_bound() -> None:
     assert end.usage.held_s == pytest.approx(10.0)
 
 
+@pytest.mark.behaviour(51)
+@pytest.mark.parametrize("families", [(FULL,), (FULL, STATE)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("held", [2, 5, 9])
+def test_all_that_reach_their_bound_are_held_no_longer(held: int, families: tuple[Family, ...]) -> None:
+    agents = Agents(2.0, wait_s=10.0, families=families)
+    running = full(agents, "a", "b")
+    together = [agents.ask(f"new {number}") for number in range(held)]
+    agents.step()
+    assert all(map(agents.is_held, together))
+    agents.now += 10.0
+    agents.step()
+    assert not any(map(agents.is_held, together))
+    agents.run(running, *together)
+    assert all(event.usage.held_s == 10.0 for client in together for event in client.events[-1:])
+
+
 def test_after_a_long_wait_the_session_that_was_active_longest_is_a_new_one() -> None:
     agents = Agents(2.5, wait_s=10.0)
     running = full(agents, "a", "b")

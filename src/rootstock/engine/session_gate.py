@@ -6,13 +6,13 @@ become active if, beyond that, the active sessions do not compete: their memory 
 keep, or none of their requests was held for some time. A tenant that uses less than its part of the memory goes first
 and needs no room.
 
-No request is held while nothing runs, or longer than its bound, unless more requests reach it than can enter: they
-enter one after the other. A session that was held so long takes the place of the one that has been active longest:
-that one counts as a new session with its next request.
+No request is held while nothing runs, or longer than its bound. A session that was held so long takes the place of
+the one that has been active longest: that one counts as a new session with its next request.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -126,11 +126,13 @@ class SessionGate(Part):
         none that came later enters before it, but for one at the end of its longest wait.
         """
         self._note_contention(now)
+        overdue = list(itertools.takewhile(lambda held: self._waited(held, now) >= 1, self.held.values()))
+        if overdue:
+            return [self._admit_overdue(held, now) for held in overdue]
         for held in self.held.values():
             if self._cache.working_set.runs(held.sequence.request.hints):
                 return [self._admit(held, now, "room")]
         memory = self._memory(now)
-        oldest = next(iter(self.held.values()))
         first, reason = self._first(self._fitting(self.held.values(), memory, now), memory), "room"
         if first is None and is_idle:
             first, reason = self._first(self.held.values(), memory), "idle"
@@ -139,19 +141,29 @@ class SessionGate(Part):
         )
         if first is not None and may_enter and (is_idle or self._has_rows(first)):
             return [self._admit(first, now, reason)]
+        oldest = next(iter(self.held.values()))
         # One enters after the other: many at once would delay all others, and none of them would be faster.
-        if self._entering or now - oldest.since < (1 - ROTATION) * self._most_wait_s:
+        if self._entering or self._waited(oldest, now) < 1 - ROTATION:
             return []
-        if self._rotated_for is not oldest:
-            self._cache.working_set.rotate()
-            self._rotated_for = oldest
-        if self._has_rows(oldest) or now - oldest.since >= self._most_wait_s:
-            return [self._admit(oldest, now, "overdue")]
-        return []
+        self._rotate_for(oldest)
+        return [self._admit_overdue(oldest, now)] if self._has_rows(oldest) else []
 
     def entered(self, sequence: Sequence) -> None:
         """Notes that the cache has admitted a request that was held."""
         self._cache.working_set.was_held(sequence.request.hints, sequence.held_s)
+
+    def _waited(self, held: HeldRequest, now: float) -> float:
+        """Returns how long a request has been held, as a part of the longest wait."""
+        return (now - held.since) / self._most_wait_s
+
+    def _rotate_for(self, held: HeldRequest) -> None:
+        if self._rotated_for is not held:
+            self._cache.working_set.rotate()
+            self._rotated_for = held
+
+    def _admit_overdue(self, held: HeldRequest, now: float) -> Sequence:
+        self._rotate_for(held)
+        return self._admit(held, now, "overdue")
 
     def _has_rows(self, held: HeldRequest) -> bool:
         """Returns whether a held request would run at once, instead of making others wait for its rows."""
