@@ -128,7 +128,10 @@ class Reordered:
 
 
 class Widened:
-    """Linear layer that unpacks its coded weight for each product, some outputs at a time."""
+    """Linear layer that unpacks its coded weight for each product, some outputs at a time.
+
+    It multiplies in float32, with the exact weights: processors for which no loop is compiled emulate bfloat16.
+    """
 
     def __init__(self, weight: CodedWeight, dtype: torch.dtype, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -138,22 +141,23 @@ class Widened:
 
     def __call__(self, x: Tensor) -> Tensor:
         at_once = max(1, _AT_ONCE // self.in_features)
+        wide = x.float()
         parts = [
-            nn.functional.linear(x, self._rows(first, first + at_once))
+            nn.functional.linear(wide, self._rows(first, first + at_once))
             for first in range(0, self.out_features, at_once)
         ]
         product = torch.cat(parts, -1)
-        return product if self._bias is None else product + self._bias
+        return (product if self._bias is None else product + self._bias).to(self._dtype)
 
     def product(self) -> Callable[[Tensor], Tensor]:
         return self
 
     def unpacked(self) -> Tensor:
-        return self._rows(0, self.out_features)
+        return self._rows(0, self.out_features).to(self._dtype)
 
     def _rows(self, first: int, end: int) -> Tensor:
         rows = (each[first:end] for each in self._weight.tensors())
-        return self._weight.rebuilt(rows).widened().to(self._dtype)
+        return self._weight.rebuilt(rows).widened()
 
 
 def looped(weight: CodedWeight, dtype: torch.dtype) -> CodedLayers | None:
