@@ -20,7 +20,7 @@ from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
 from rootstock.cache.retention.pins import Pinned, PinRefused
 from rootstock.cache.tier_index import TierHit
-from rootstock.cache.types import Tokens
+from rootstock.cache.types import NO_SLOT, Tokens
 from rootstock.errors import CacheMisuse, shown
 
 
@@ -101,6 +101,22 @@ class CheckedKVCache(KVCache):
         require_count("extend", "new_tokens", new_tokens)
         require_count("extend", "watermark_blocks", watermark_blocks)
         return super().extend(lease, new_tokens, watermark_blocks, is_least=is_least)
+
+    def fork_state(self, lease: Lease) -> Plan | None:
+        self._require_lease("fork_state", lease)
+        return super().fork_state(lease)
+
+    def keep_fork(self, lease: Lease) -> None:
+        self._require_lease("keep_fork", lease)
+        if self.pools.states is not None and lease.draft_slot == NO_SLOT:
+            raise CacheMisuse(
+                "keep_fork", "the lease has no second state: call fork_state before the forward"
+            )
+        super().keep_fork(lease)
+
+    def drop_fork(self, lease: Lease) -> bool:
+        self._require_lease("drop_fork", lease)
+        return super().drop_fork(lease)
 
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
         self._require_lease("commit", lease)

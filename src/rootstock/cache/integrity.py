@@ -100,6 +100,7 @@ class _Count:
                 self._used[1 + i][source.ids] += 1
         if self._pools.states is not None:
             self._used[-1][self._pools.slot_rows(lease.slot)] += 1  # a pin has no working state
+            self._used[-1][self._pools.slot_rows(lease.draft_slot)] += 1
             if lease.resumed_from is not None:
                 self._used[-1][lease.resumed_from.slot] += 1
         if lease.node is not None:

@@ -37,8 +37,8 @@ from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
 from rootstock.cache.longest_match import common_prefix, continuation
-from rootstock.cache.plan import NOTHING, Plan, Store, together
-from rootstock.cache.pools import Pools
+from rootstock.cache.plan import NOTHING, Plan, StateCopy, Store, together
+from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, HitProtection, Node
 from rootstock.cache.resumable_blocks import ResumableBlocks, block_groups
@@ -53,7 +53,7 @@ from rootstock.cache.retention.working_set import WorkingSet
 from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
-from rootstock.cache.types import NO_TOKENS, Tokens
+from rootstock.cache.types import NO_SLOT, NO_TOKENS, SlotId, Tokens
 from rootstock.cache.volatile import Realignment, VolatileSpans, realignment
 from rootstock.cache.write_back import WriteBackQueue
 from rootstock.errors import BudgetTooSmall, CacheMisuse, InvalidOption, shown
@@ -262,8 +262,8 @@ class KVCache:
             return None
         return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
 
-    def following(self, lease: Lease, last: int, most: int) -> Tokens:
-        """Finds the tokens that once followed the lease's tokens and then the token `last`: at most `most` of them,
+    def following(self, lease: Lease, known: Tokens, most: int) -> Tokens:
+        """Finds the tokens that once followed the lease's tokens and then the tokens `known`: at most `most` of them,
         as a draft of the next tokens. Changes nothing."""
         node = lease.node
         if node is None:
@@ -274,9 +274,7 @@ class KVCache:
             node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
         if not node.children:
             return NO_TOKENS
-        uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
-        uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
-        uncached[-1] = last
+        uncached = np.concatenate((lease.tokens[lease.num_cached_tokens :], known))
         return continuation(node, uncached, most)
 
     def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
@@ -485,6 +483,33 @@ class KVCache:
         """
         return self._admission.extend(lease, new_tokens, watermark_blocks, is_least=is_least)
 
+    def fork_state(self, lease: Lease) -> Plan | None:
+        """Copies the working state of a lease into a second one, for a forward with a draft: a state cannot be taken
+        back to before a token. `keep_fork` makes the second state the lease's own, after a forward all of whose rows
+        count. Returns the plan to execute before the forward. None: there is no row for a second state."""
+        states = self.pools.states
+        if states is None:
+            return NOTHING
+        if lease.draft_slot == NO_SLOT:
+            row = Rows(0, (0,) * len(self.pools.windows), 1)
+            if not self.pools.can_allocate(row):
+                return None
+            self.tree.make_room(row)
+            lease.draft_slot = SlotId(int(states.pool.allocate(1)[0]))
+        return Plan(states=(StateCopy(lease.slot, lease.draft_slot),))
+
+    def keep_fork(self, lease: Lease) -> None:
+        """Makes the second working state of a lease its own. Call it before `commit`."""
+        lease.slot, lease.draft_slot = lease.draft_slot, lease.slot
+
+    def drop_fork(self, lease: Lease) -> bool:
+        """Releases the second working state of a lease, since others need memory. Returns False if there is none."""
+        if self.pools.states is None or lease.draft_slot == NO_SLOT:
+            return False
+        self.pools.states.pool.unuse(self.pools.slot_rows(lease.draft_slot))
+        lease.draft_slot = NO_SLOT
+        return True
+
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
         """Records that `tokens`, which follow the lease's computed tokens, are computed and in the pools.
 
@@ -607,6 +632,7 @@ class KVCache:
             self.tree.version += 1  # weak references to them may be void now
         if pools.states is not None:
             pools.states.pool.unuse(pools.slot_rows(lease.slot))
+            self.drop_fork(lease)
         lease.ended = True
         del self._leases[lease.id]
 

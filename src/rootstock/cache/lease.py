@@ -111,6 +111,7 @@ class Lease:
     own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
     replaced: list[int] = field(default_factory=list)  # blocks of nodes that the table replaces by others
     slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
+    draft_slot: SlotId = NO_SLOT  # a second one, for a forward whose last rows may not count
     # Of checkpoints to leave, all beyond `num_computed_tokens`.
     checkpoint_positions: dict[int, CheckpointKind] = field(default_factory=dict)
     awaited_positions: set[int] = field(default_factory=set)  # some of these, which another request waits for

@@ -176,6 +176,7 @@ def build_engine(
         memory_limit=_memory_limit(model, engine),
         kv_budget=_budget_bytes(cache, shared),
         block_size=(cache or CacheConfig()).block_size,
+        draft_heads=engine is None or engine.draft_tokens != 0,
     )
     runtime = load_model(model, report, demands, directory=directory)
     beside = adapter_bytes(runtime.description, demands.adapter_weights)

@@ -23,6 +23,7 @@ from rootstock.engine.request import Request
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.session_gate import SessionGate
 from rootstock.engine.share_price import SharePrice
+from rootstock.engine.speculation.heads import HeadProposer
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.engine.tiers.connector import TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
@@ -93,9 +94,12 @@ class EngineParts:
     ) -> EngineParts:
         """Makes the parts. `proposer` replaces the n-gram lookup, if drafts are on."""
         described = runtime.description
+        apply = runtime.apply if tiers is None else PlanExecutor(runtime, tiers).apply
         why_no_drafts = why_not(described, config.draft_tokens)
         if why_no_drafts is not None:
             proposer = None
+        elif proposer is None and runtime.draft_heads is not None:
+            proposer = HeadProposer(cache, runtime.draft_heads, apply, clock, config.draft_tokens)
         elif proposer is None:
             proposer = NgramProposer(cache, config.draft_tokens)
         pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s, clock)
@@ -114,7 +118,6 @@ class EngineParts:
             max(1, SCORED_LOGITS_BYTES // (4 * described.vocab_size)),
             gate,
         )
-        apply = runtime.apply if tiers is None else PlanExecutor(runtime, tiers).apply
 
         def distrust(tokens: Tokens, scope: Scope, first: int) -> None:
             cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)

@@ -18,9 +18,9 @@ from rootstock.cache.explain import LoadChoice
 from rootstock.cache.image_tokens import chunk_end
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
-from rootstock.cache.plan import NOTHING
+from rootstock.cache.plan import NOTHING, together
 from rootstock.cache.tier_index import TierHit
-from rootstock.cache.types import Tokens
+from rootstock.cache.types import NO_SLOT, NO_TOKENS, Tokens
 from rootstock.engine.cost_model import StepSize, attended_positions
 from rootstock.engine.sequence import (
     Decoding,
@@ -117,13 +117,16 @@ class NoTiers:
 class ScheduledSequence:
     """A sequence in a step, and the tokens that the step computes: the next ones after its computed tokens.
 
-    The last `drafts` tokens are draft tokens.
+    The last `drafts` tokens are draft tokens. With a recurrent state, `is_forked` tells that the forward advances a
+    copy of it: if a draft token turns out wrong, nothing of the step is committed, and the next one computes the
+    tokens before it again.
     """
 
     sequence: Sequence
     lease: Lease
     tokens: Tokens  # [new]
     drafts: int = 0
+    is_forked: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -152,14 +155,20 @@ class ScheduledSequence:
             lease.num_computed_tokens,
             lease.tables,
             self.logits_to_keep,
-            lease.slot,
+            lease.draft_slot if self.is_forked else lease.slot,
             lease.scope.namespace.adapter,
             self.sequence.request.images,
         )
 
     def row(self, index: int) -> ScheduledSequence:
-        """Returns one token of a decode with drafts, as if it had a step of its own."""
-        return ScheduledSequence(self.sequence, self.lease, self.tokens[index : index + 1])
+        """Returns one token of a decode with drafts, as if it had a step of its own. With a copied state, the last
+        row has all tokens, and the others have none to commit."""
+        if not self.is_forked:
+            return ScheduledSequence(self.sequence, self.lease, self.tokens[index : index + 1])
+        is_last = index == self.drafts
+        return ScheduledSequence(
+            self.sequence, self.lease, self.tokens if is_last else NO_TOKENS, is_forked=is_last
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +372,13 @@ class Scheduler:
     def _schedule_decodes(self, step: _Step) -> None:
         for sequence in list(self._running):
             state = sequence.state  # an earlier sequence may have preempted this one
-            if isinstance(state, Decoding) and self._reserve(step, sequence, state.lease, 1):
-                last = np.array(sequence.generated[-1:], np.int32)
-                step.scheduled.append(ScheduledSequence(sequence, state.lease, last))
+            if not isinstance(state, Decoding):
+                continue
+            new = sequence.uncomputed(state.lease)
+            if self._reserve(step, sequence, state.lease, len(new)):
+                step.scheduled.append(ScheduledSequence(sequence, state.lease, new))
         step.without_preempted()
-        decodes = len(step.scheduled)
+        decodes = step.tokens
         budget = self._chunk_tokens if decodes or self._others_decode() else self._idle_chunk_tokens
         step.budget = budget - decodes
         if self.admits_one_by_one:
@@ -515,9 +526,22 @@ class Scheduler:
         self, sequence: Sequence, match: Match, tier_hit: TierHit | None = None
     ) -> Admitted | Deferred:
         request, comes_back = sequence.request, sequence.admitted_at is not None
-        return self._cache.admit(
-            match, self._watermark, request.boundaries, tier_hit, comes_back=comes_back, hints=request.hints
-        )
+        while True:
+            admitted = self._cache.admit(
+                match,
+                self._watermark,
+                request.boundaries,
+                tier_hit,
+                comes_back=comes_back,
+                hints=request.hints,
+            )
+            if not isinstance(admitted, Deferred) or not self._drop_forks():
+                return admitted
+
+    def _drop_forks(self) -> bool:
+        """Drops the second states of all running sequences, which only drafts need."""
+        leases = [sequence.lease for sequence in self._running]
+        return sum(lease is not None and self._cache.drop_fork(lease) for lease in leases) > 0
 
     def _drop_pin(self) -> bool:
         """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
@@ -612,24 +636,28 @@ class Scheduler:
         lease = item.lease
         most = min(len(draft), item.sequence.tokens_left - 1)  # the last token is not computed
         if lease.next_checkpoint_position is not None:
-            most = min(most, lease.next_checkpoint_position - lease.num_computed_tokens - 1)
-        most = self._reserve_draft(lease, most)
-        if most <= 0:
+            most = min(most, lease.next_checkpoint_position - lease.num_computed_tokens - len(item.tokens))
+        most = self._reserve_draft(lease, len(item.tokens), most)
+        is_crowded = self._waiting and lease.draft_slot == NO_SLOT
+        fork = None if most <= 0 or is_crowded else self._cache.fork_state(lease)
+        if fork is None:
             return item
-        return ScheduledSequence(item.sequence, lease, np.concatenate((item.tokens, draft[:most])), most)
+        item.sequence.plan = together([item.sequence.plan, fork])
+        tokens = np.concatenate((item.tokens, draft[:most]))
+        return ScheduledSequence(item.sequence, lease, tokens, most, lease.slot != NO_SLOT)
 
-    def _reserve_draft(self, lease: Lease, most: int) -> int:
-        """Reserves blocks for a draft and returns how many of its tokens have blocks.
+    def _reserve_draft(self, lease: Lease, known: int, most: int) -> int:
+        """Reserves blocks for a draft behind `known` tokens and returns how many of its tokens have blocks.
 
         New blocks are taken only if no request waits, and only if enough blocks stay free for every running sequence
         to advance by as many positions as the draft has.
         """
         size = self._cache.block_size
         watermark = len(self._running) * (most // size + 1)
-        if most > 0 and not self._waiting and not self._extend_fails(lease, 1 + most, watermark):
+        if most > 0 and not self._waiting and not self._extend_fails(lease, known + most, watermark):
             return most
-        most = min(most, lease.table_blocks * size - lease.num_computed_tokens - 1)
-        return 0 if most <= 0 or self._extend_fails(lease, 1 + most, watermark) else most
+        most = min(most, lease.table_blocks * size - lease.num_computed_tokens - known)
+        return 0 if most <= 0 or self._extend_fails(lease, known + most, watermark) else most
 
     def _extend_fails(self, lease: Lease, tokens: int, watermark: int) -> bool:
         return isinstance(self._cache.extend(lease, tokens, watermark), Deferred)
@@ -643,6 +671,8 @@ class Scheduler:
             extended = self._cache.extend(lease, tokens, is_least=True)  # more than one within an image
             if not isinstance(extended, Deferred):
                 return True
+            if self._drop_forks():
+                continue
             # A load cannot be stopped, but ends soon. Another sequence therefore makes room, or this one waits.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
             if len(self._running) == 1 and not self.tiers.loading and self._cache.others_have_requests:

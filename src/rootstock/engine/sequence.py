@@ -175,6 +175,12 @@ class Sequence:
             return self.request.tokens
         return np.concatenate((self.request.tokens, np.array(self.generated, np.int32)))
 
+    def uncomputed(self, lease: Lease) -> Tokens:
+        """Returns the known tokens behind the lease's computed ones, while it decodes: the last one, and those before
+        it that were computed with a wrong draft."""
+        computed = lease.num_computed_tokens - len(self.request.tokens)
+        return np.array(self.generated[computed:], np.int32)
+
     @property
     def tokens_left(self) -> int:
         """Tokens that it may still generate."""

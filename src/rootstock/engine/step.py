@@ -12,6 +12,7 @@ import numpy as np
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
+from rootstock.cache.types import NO_SLOT
 from rootstock.engine.part_list import EngineParts
 from rootstock.engine.parts import Forward
 from rootstock.engine.request import (
@@ -226,6 +227,20 @@ class StepRunner:
             of_row = item.row(row)
             self._take(of_row, self._result(of_row, logits[row : row + 1]))
 
+    def _catch_up(self, sequence: Sequence, lease: Lease) -> None:
+        """Computes the last tokens of a request that ends in the middle of a draft, so that the state after them
+        can become a checkpoint. A failure costs that checkpoint its last tokens."""
+        behind = ScheduledSequence(sequence, lease, sequence.uncomputed(lease)[:-1])
+        try:
+            self._runtime.forward(Batch([replace(behind.segment(), logits_to_keep=0)]))
+        except PoolsLost:
+            raise
+        except Exception:
+            log.exception("the last tokens of a request are not cached", extra=sequence.log_fields)
+            return
+        self.counters.computed_tokens += len(behind.tokens)
+        self._execute(self._cache.commit(lease, behind.tokens))
+
     def _result(self, item: ScheduledSequence, logits: Logits) -> _Result:
         """Scores and samples one sequence. Its grammar takes the token while others are sampled."""
         sequence = item.sequence
@@ -264,11 +279,16 @@ class StepRunner:
             return
         # The plan is executed at once: the commit of another sequence may evict the checkpoint that the plan fills,
         # and reuse its row.
-        self._execute(self._cache.commit(item.lease, item.tokens))
+        if item.is_forked:
+            self._cache.keep_fork(item.lease)
+        if len(item.tokens):
+            self._execute(self._cache.commit(item.lease, item.tokens))
         if isinstance(result, Incomplete):
             return
         try:
             self._continue(sequence, item.lease, result)
+        except PoolsLost:
+            raise
         except Exception as error:
             log.exception(
                 "request %s failed after it was sampled", sequence.request.id, extra=sequence.log_fields
@@ -333,6 +353,8 @@ class StepRunner:
         stopped_by: str | int | None = None,
         text: str = "",
     ) -> None:
+        if lease.slot != NO_SLOT and self._cache.reuse and len(sequence.uncomputed(lease)) > 1:
+            self._catch_up(sequence, lease)
         self._scheduler.complete(sequence, lease)
         usage = sequence.usage(self._clock())
         finished = Finished(

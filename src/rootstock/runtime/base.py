@@ -131,6 +131,15 @@ class ImageReader(Protocol):
         ...
 
 
+class DraftHeads(Protocol):
+    """Draft heads of a model, over the pools of its runtime."""
+
+    def draft(self, batch: Batch, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Computes drafts behind the last known token of each segment, the only one that it has: the tokens
+        [segments, most], and the head's probability of each. Writes rows of the heads' layers from there on."""
+        ...
+
+
 class Runtime(Protocol):
     """Runtime of a model. One thread owns and calls it. All calls are synchronous; an exception fails the step."""
 
@@ -144,6 +153,11 @@ class Runtime(Protocol):
 
     def free_bytes(self) -> int:
         """Returns the bytes that pools can still take, once the weights are loaded."""
+        ...
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        """The model's draft heads; None: it has none."""
         ...
 
     @property

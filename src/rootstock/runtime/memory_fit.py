@@ -31,6 +31,7 @@ class Demands:
         None  # bytes of the whole KV cache, which must hold a short request; None: automatic
     )
     block_size: int = CacheConfig().block_size
+    draft_heads: bool = False  # whether the model's own are loaded, if it has any
 
 
 @dataclass(frozen=True, slots=True)

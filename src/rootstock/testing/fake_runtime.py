@@ -158,6 +158,7 @@ class FakeRuntime:
     PoolsLost overwrites all rows."""
 
     images = None
+    draft_heads = None
 
     def __init__(
         self,

@@ -59,22 +59,22 @@ def test_a_draft_that_the_end_of_the_answer_cut_short_was_not_wrong() -> None:
 
 def test_drafts_are_as_long_as_they_are_likely() -> None:
     free, dear = np.full(16, 0.05), 0.2 * np.arange(1, 17)
-    assert worth_verifying(1, [chances(0.9)], free) == [8]
-    likely, unlikely = (worth_verifying(1, [chances(p)], dear)[0] for p in (0.9, 0.4))
+    assert worth_verifying(1, [chances(0.9)], free).counts == [8]
+    likely, unlikely = (worth_verifying(1, [chances(p)], dear).counts[0] for p in (0.9, 0.4))
     assert 1 <= unlikely < likely < 8
-    assert worth_verifying(1, [chances(0.01)], dear) == [0]
+    assert worth_verifying(1, [chances(0.01)], dear).counts == [0]
 
 
 def test_of_several_drafts_the_likelier_tokens_are_verified() -> None:
     longer = 0.1 * np.arange(1, 17)
-    first, second = worth_verifying(4, [chances(0.95), chances(0.5)], longer)
+    first, second = worth_verifying(4, [chances(0.95), chances(0.5)], longer).counts
     assert first > second
-    assert worth_verifying(4, [chances(0.95), chances(0.95)], np.zeros(5)) in (
+    assert worth_verifying(4, [chances(0.95), chances(0.95)], np.zeros(5)).counts in (
         [3, 2],
         [2, 3],
     )  # room for five
-    assert worth_verifying(2, [np.empty(0), chances(0.9)], longer)[0] == 0
-    assert worth_verifying(2, [np.empty(0), np.empty(0)], longer) == [0, 0]
+    assert worth_verifying(2, [np.empty(0), chances(0.9)], longer).counts[0] == 0
+    assert worth_verifying(2, [np.empty(0), np.empty(0)], longer).counts == [0, 0]
 
 
 def test_the_cost_of_verifying_is_learnt_from_steps_without_drafts() -> None:
@@ -114,7 +114,7 @@ def test_drafts_that_cost_too_much_are_left_out_and_tried_again_some_time() -> N
         cost.observe(1, 0, 500, 1.0)
         longer = cost.longer(1, 500, 4)
         assert longer is not None
-        if drafts := worth_verifying(1, [chances(0.3, 4)], longer)[0]:
+        if drafts := worth_verifying(1, [chances(0.3, 4)], longer).counts[0]:
             tried += 1
             cost.observe(1, drafts, 500, 1.0 + drafts)
         else:

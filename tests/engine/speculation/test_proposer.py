@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.behaviour(48)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("families", [(FULL,), (FULL, window(6), chunked(8))])
+@pytest.mark.parametrize("families", [(FULL,), (FULL, window(6), chunked(8)), (FULL, STATE), (STATE,)])
 def test_a_seeded_answer_is_the_same_with_drafts_and_without(setting: str, families: Families) -> None:
     """Each position is sampled from the same random numbers, so that answers are equal and not only alike."""
     prompt = numbers(2, 15)
@@ -232,8 +232,8 @@ def test_of_two_continuations_the_last_used_one_is_drafted() -> None:
         match = bench.cache.match(np.array(prompt, np.int32), bench.engine.namespace(""))
         admitted = bench.cache.admit(match)
         assert isinstance(admitted, Admitted)
-        assert bench.cache.following(admitted.lease, 1, 8).tolist() == [last]
-        assert bench.cache.following(admitted.lease, 4, 8).tolist() == []
+        assert bench.cache.following(admitted.lease, np.array([1], np.int32), 8).tolist() == [last]
+        assert bench.cache.following(admitted.lease, np.array([4], np.int32), 8).tolist() == []
         bench.cache.release(admitted.lease, ReleaseReason.ABORTED)
 
 
@@ -282,17 +282,63 @@ def test_wrong_drafts_are_soon_left_out() -> None:
     assert plain.answer(numbers(1, 50, 3), max_tokens=300, sampling=sampling).tokens == client.tokens
 
 
-def test_models_with_states_or_one_sequence_per_forward_have_no_drafts() -> None:
-    with_state = FakeRuntime(families=(FULL, STATE)).description
+STATEFUL: list[Families] = [(STATE,), (FULL, STATE), (FULL, window(6), STATE)]
+
+
+@pytest.mark.parametrize("families", STATEFUL)
+@pytest.mark.parametrize("right", range(8))
+def test_a_state_is_never_advanced_by_a_wrong_draft(right: int, families: Families) -> None:
+    prompt = numbers(1, 20)
+    alone = Bench(families=families).alone(prompt, 33)
+
+    def draft(generated: list[int]) -> list[int]:
+        known = alone[len(generated) :]
+        return [*known[:right], *((token + 1) % 97 for token in known[right : right + 2])]
+
+    bench = Bench(families=families, proposer=Scripted(draft))
+    assert bench.answer(prompt, max_tokens=33).tokens == alone
+    counters = bench.engine.stats().counters
+    assert counters.draft_tokens > counters.accepted_draft_tokens
+    assert (counters.accepted_draft_tokens > 0) == (right > 0)
+
+
+@pytest.mark.parametrize("families", STATEFUL)
+@pytest.mark.parametrize("right", range(6))
+@pytest.mark.parametrize("answer", [2, 3, 9, 24])
+def test_the_next_turn_finds_as_much_as_without_drafts(answer: int, right: int, families: Families) -> None:
+    """The end of an answer may fall on a right draft, on a wrong one, or behind both."""
+    prompt = numbers(1, 20)
+    plain = Bench(families=families)
+    alone = plain.alone(prompt, answer)
+
+    def draft(generated: list[int]) -> list[int]:
+        return [*alone[len(generated) :][:right], 96]
+
+    bench = Bench(families=families, proposer=Scripted(draft))
+    for one in (plain, bench):
+        assert one.answer(prompt, max_tokens=answer).tokens == alone
+    after = [*map(int, prompt), *alone, *map(int, numbers(2, 6))]
+    found = [one.answer(after, max_tokens=1).cached_tokens for one in (plain, bench)]
+    assert found[0] == found[1]
+    assert answer < 9 or found[0] == len(prompt) + answer - 1  # else the prompt's checkpoint is near enough
+
+
+@pytest.mark.parametrize("families", STATEFUL)
+def test_second_states_are_given_up_when_a_request_needs_their_memory(families: Families) -> None:
+    prompts = [numbers(seed, 24) for seed in range(6)]
+    bench = Bench(families=families, blocks=14, proposer=Scripted(lambda generated: [1, 2]))
+    clients = [bench.ask(prompt, 40) for prompt in prompts]
+    bench.run()
+    for client in clients:
+        bench.expect(client)
+    assert bench.engine.stats().counters.draft_tokens > 0
+
+
+def test_models_that_run_one_sequence_per_forward_have_no_drafts() -> None:
     alone = replace(FakeRuntime().description, execution_mode="one sequence per forward")
-    assert "state" in str(why_not(with_state, None))
     assert "one sequence" in str(why_not(alone, None))
     assert why_not(FakeRuntime().description, None) is None
     assert why_not(FakeRuntime().description, 0) == "not asked for"
-    bench = Bench(families=(FULL, STATE), proposer=Scripted(lambda generated: [1] * 8))
-    bench.expect(bench.answer(numbers(1, 10), 24))
-    assert bench.engine.stats().counters.draft_tokens == 0
-    assert bench.engine.parts.why_no_drafts is not None
 
 
 def test_the_option_is_auto_off_or_a_number() -> None:

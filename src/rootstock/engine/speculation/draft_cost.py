@@ -125,28 +125,49 @@ class DraftCost:
         most = min(most, 2 ** (len(filled) - 1))
         return np.asarray(np.array(filled)[_BUCKET_OF[:most]])
 
+    def relative(self, sequences: int, seconds: float) -> float:
+        """Returns a time relative to a step without drafts; 0 if none is known."""
+        plain = self._plain.get(sequences)
+        return 0.0 if plain is None else seconds / plain.seconds
+
     def relax(self, sequences: int) -> None:
         """Lowers an estimate that ruled out drafts, so that they are tried again some time."""
         self._longer[_bucket(sequences)] *= _HOPE
 
 
-def worth_verifying(sequences: int, chances: list[Floats], longer: Floats) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """The tokens of each draft that are worth verifying, and how many times as many tokens a second they give."""
+
+    counts: list[int]
+    gain: float
+
+
+def worth_verifying(
+    sequences: int, chances: list[Floats], longer: Floats, *, repeats: bool = False, beside: float = 0.0
+) -> Worth:
     """Chooses how many tokens of each draft to verify, so that the step yields the most tokens a second.
 
     chances[i][j] is the chance that token j of draft i is accepted, falling in j. longer[d-1] is the relative extra
-    time of a step with d draft tokens.
+    time of a step with d draft tokens. `repeats`: behind a wrong token, the next step computes those before it again.
+    `beside`: relative time that the drafts themselves take.
     """
     owner = np.repeat(np.arange(len(chances)), [len(of_draft) for of_draft in chances])
     all_chances = np.concatenate(chances) if chances else np.empty(0)
     order = np.argsort(-all_chances, kind="stable")[: len(longer)]
     if not len(order):
-        return [0] * len(chances)
-    gain = (sequences + np.cumsum(all_chances[order])) / (sequences * (1.0 + longer[: len(order)]))
+        return Worth([0] * len(chances), 1.0)
+    time = 1.0 + beside + longer[: len(order)]
+    if repeats:
+        wrong = np.concatenate([-np.diff(of_draft, prepend=1.0) for of_draft in chances])
+        rows = np.concatenate([np.arange(1, 1 + len(of_draft)) for of_draft in chances])
+        time = time + np.cumsum((wrong * rows)[order]) * longer[0]
+    gain = (sequences + np.cumsum(all_chances[order])) / (sequences * time)
     best = int(gain.argmax())
     if gain[best] < LEAST_GAIN:
-        return [0] * len(chances)
+        return Worth([0] * len(chances), float(gain[best]))
     counts: list[int] = np.bincount(owner[order[: best + 1]], minlength=len(chances)).tolist()
-    return counts
+    return Worth(counts, float(gain[best]))
 
 
 def could_pay(sequences: int, longer: Floats) -> bool:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass
 
 import numpy as np
 
-from rootstock.cache.families import RecurrentState
 from rootstock.cache.image_tokens import FIRST_IMAGE_TOKEN
 from rootstock.cache.keys import Namespace
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
-from rootstock.cache.types import NO_TOKENS, Tokens
+from rootstock.cache.types import NO_SLOT, NO_TOKENS, Tokens
 from rootstock.engine.parts import Forward, Part
 from rootstock.engine.sequence import Sequence
-from rootstock.engine.speculation.draft_cost import DraftCost, could_pay, worth_verifying
+from rootstock.engine.speculation.draft_cost import DraftCost, Floats, could_pay, worth_verifying
 from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
 from rootstock.runtime.base import ModelDescription
 
@@ -28,6 +28,17 @@ MOST_DRAFT_TOKENS = 16  # for one sequence at once, unless asked otherwise
 MOST_SEQUENCES = 32  # a larger batch uses the machine without drafts
 SHARED_TOKENS = 1 << 17  # kept of one namespace's last requests: 3 MiB with their index
 SHARED_NAMESPACES = 8  # kept, those used last
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A draft, and the chance that each of its tokens is accepted, falling."""
+
+    tokens: Tokens
+    chances: Floats
+
+
+NO_GUESS = Guess(NO_TOKENS, np.empty(0))
 
 
 class Proposer(Part, ABC):
@@ -65,14 +76,12 @@ class NgramProposer(Proposer):
         if not could_pay(count, longer):
             self._cost.relax(count)
             return [NO_TOKENS] * count
-        found = [self._guess(sequence, lease) for sequence, lease in zip(sequences, leases, strict=True)]
-        chances = [
-            probability ** np.arange(1, len(tokens) + 1, dtype=np.float64) for tokens, probability in found
-        ]
-        worth = worth_verifying(count, chances, longer)
-        if not any(worth) and any(len(tokens) for tokens, _ in found):
+        repeats = any(lease.slot != NO_SLOT for lease in leases)
+        guesses = self._guesses(sequences, leases, longer, repeats=repeats)
+        worth = worth_verifying(count, [guess.chances for guess in guesses], longer, repeats=repeats)
+        if not any(worth.counts) and any(len(guess.tokens) for guess in guesses):
             self._cost.relax(count)
-        return [tokens[:n] for (tokens, _), n in zip(found, worth, strict=True)]
+        return [guess.tokens[:n] for guess, n in zip(guesses, worth.counts, strict=True)]
 
     def forwarded(self, forward: Forward) -> None:
         if forward.only_decodes:
@@ -98,26 +107,26 @@ class NgramProposer(Proposer):
         else:
             self._shared.pop(namespace, None)
 
-    def _guess(self, sequence: Sequence, lease: Lease) -> tuple[Tokens, float]:
-        """Returns a draft, and the chance that one more token of it is accepted."""
+    def _guesses(
+        self, sequences: Listed[Sequence], leases: Listed[Lease], longer: Floats, *, repeats: bool
+    ) -> list[Guess]:
+        """Returns a draft for each sequence. `longer` and `repeats`: as `worth_verifying` takes them."""
+        return [self._guess(sequence, lease) for sequence, lease in zip(sequences, leases, strict=True)]
+
+    def _guess(self, sequence: Sequence, lease: Lease) -> Guess:
         most = min(self._most, sequence.tokens_left - 1)
         if most <= 0:
-            return NO_TOKENS, 0.0
+            return NO_GUESS
         tokens, agreement = self._look_up(sequence, lease, most)
-        if len(tokens):
-            tokens = _before_end(tokens, sequence.stop_tokens)
-        if (beyond := np.flatnonzero(tokens >= FIRST_IMAGE_TOKEN)).size:
-            tokens = tokens[: beyond[0]]  # what followed elsewhere was a client's image
-        progress = sequence.sampler.progress
-        if len(tokens) and progress is not None:
-            tokens = tokens[: progress.agreeing(tokens.tolist())]
+        tokens = possible(sequence, tokens)
         if not len(tokens) or sequence.acceptance.skip():
-            return NO_TOKENS, 0.0
-        return tokens, sequence.acceptance.probability(_first_guess(agreement))
+            return NO_GUESS
+        probability = sequence.acceptance.probability(_first_guess(agreement))
+        return Guess(tokens, probability ** np.arange(1, len(tokens) + 1, dtype=np.float64))
 
     def _look_up(self, sequence: Sequence, lease: Lease, most: int) -> tuple[Tokens, int]:
         """Returns the tokens found, and how many tokens before them agreed."""
-        behind = self._cache.following(lease, sequence.generated[-1], most)
+        behind = self._cache.following(lease, sequence.uncomputed(lease), most)
         if len(behind):
             return behind, LONGEST_AGREEMENT
         own = _history(sequence)
@@ -131,12 +140,23 @@ class NgramProposer(Proposer):
         return (NO_TOKENS, 0) if place is None else (own.repeating(place, most), place.agreement)
 
 
+def possible(sequence: Sequence, tokens: Tokens) -> Tokens:
+    """Cuts a draft before the first token that cannot come: a stop token, an image's, or one against a grammar."""
+    if not len(tokens):
+        return tokens
+    tokens = _before_end(tokens, sequence.stop_tokens)
+    if (beyond := np.flatnonzero(tokens >= FIRST_IMAGE_TOKEN)).size:
+        tokens = tokens[: beyond[0]]  # what followed elsewhere was a client's image
+    progress = sequence.sampler.progress
+    if len(tokens) and progress is not None:
+        tokens = tokens[: progress.agreeing(tokens.tolist())]
+    return tokens
+
+
 def why_not(described: ModelDescription, most: int | None) -> str | None:
     """Returns the reason why speculative decoding is off, if up to `most` drafts are asked for. None: it is on."""
     if most == 0:
         return "not asked for"
-    if any(isinstance(family, RecurrentState) for family in described.families):
-        return "a recurrent state cannot be taken back to before a draft that was wrong"
     if described.execution_mode == "one sequence per forward":
         return "it is run one sequence per forward"
     return None

@@ -78,6 +78,7 @@ class MlxRuntime:
         self._is_lost = False  # the pools' contents are not known, and they could not be recreated
 
     images = None
+    draft_heads = None
 
     @property
     def description(self) -> ModelDescription:

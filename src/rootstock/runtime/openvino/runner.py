@@ -48,6 +48,7 @@ class OpenVinoRuntime:
         self._inputs: dict[str, NDArray[np.generic]] = {}  # of the last forward: the request refers to them
 
     images = None
+    draft_heads = None
 
     @property
     def description(self) -> ModelDescription:

@@ -43,6 +43,7 @@ class TorchLayerShape:
     softcap: bool = False  # scores pass a tanh
     indexer_dim: int = 0  # of an additional key, by which the layer chooses positions to attend to
     indexer_dtype: torch.dtype = torch.float32
+    hidden_dim: int = 0  # of the model's last hidden state, which a draft head's layer keeps
     is_quantized: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
@@ -53,14 +54,16 @@ class TorchLayerShape:
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Returns shape and dtype of the tensors of one position: K, V, the scales of both if they are quantized, and
-        the indexer's key if there is one."""
+        the indexer's key and the hidden state if there are any."""
         kept: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((self.kv_heads, self.key_dim), self.kept_dtype),
             ((self.kv_heads, self.value_dim), self.kept_dtype),
         ]
         if self.is_quantized:
             kept += [((self.kv_heads,), torch.float32)] * 2
-        return [*kept, ((self.indexer_dim,), self.indexer_dtype)] if self.indexer_dim else kept
+        if self.indexer_dim:
+            kept.append(((self.indexer_dim,), self.indexer_dtype))
+        return [*kept, ((self.hidden_dim,), self.dtype)] if self.hidden_dim else kept
 
     @property
     def bytes_per_token(self) -> int:
@@ -73,9 +76,10 @@ class LayerMemory:
     keys     [blocks · block_size, kv_heads, key_dim]; with latents the latents, [… , 1, rank]
     values   [blocks · block_size, kv_heads, value_dim]; with latents the rotary keys, [… , 1, rotary_dim]
     indexer  [blocks · block_size, indexer_dim] or None
+    hidden   [blocks · block_size, hidden_dim] or None
     """
 
-    __slots__ = ("family", "indexer", "kernel", "keys", "lazy", "values")
+    __slots__ = ("family", "hidden", "indexer", "kernel", "keys", "lazy", "values")
 
     def __init__(
         self,
@@ -94,7 +98,9 @@ class LayerMemory:
         if shape.is_quantized:
             self.keys = RoundedRows(self.keys, self.lazy[2].tensor, shape.dtype, loops)
             self.values = RoundedRows(self.values, self.lazy[3].tensor, shape.dtype, loops)
-        self.indexer = self.lazy[-1].tensor if shape.indexer_dim else None
+        beside = [memory.tensor for memory in self.lazy[4 if shape.is_quantized else 2 :]]
+        self.indexer = beside[0] if shape.indexer_dim else None
+        self.hidden = beside[-1] if shape.hidden_dim else None
 
     @property
     def tensors(self) -> list[Tensor]:

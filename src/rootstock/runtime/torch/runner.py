@@ -27,6 +27,7 @@ from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import (
     Batch,
     DeviceMemory,
+    DraftHeads,
     ImageReader,
     LoadedAdapter,
     Logits,
@@ -34,7 +35,7 @@ from rootstock.runtime.base import (
     PoolMemory,
     Segment,
 )
-from rootstock.runtime.gguf_files import tensors_in
+from rootstock.runtime.gguf_files import GgufTensor, tensors_in
 from rootstock.runtime.host_memory import (
     free_host_bytes,
     large_blocks_apart,
@@ -45,6 +46,7 @@ from rootstock.runtime.memory_fit import Demands, refuse_hopeless_budget, refuse
 from rootstock.runtime.model_config import context_limit, eos_token_ids
 from rootstock.runtime.model_files import (
     Progress,
+    StoredTensor,
     fingerprint,
     locate,
     public_name,
@@ -55,6 +57,7 @@ from rootstock.runtime.torch.adapters.adapters import TorchAdapters
 from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
+from rootstock.runtime.torch.draft_heads import HeadedDecoder, StoredHead, attach_head, stored_head
 from rootstock.runtime.torch.fallback import TorchExecution, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.images.check import open_images
@@ -131,6 +134,11 @@ def load_model(
         empty = empty_model(name, declared, trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
+        del empty
+        head = _stored_head(tensors, declared, demands, device)
+        if head is not None:
+            declared = head.with_layer(declared)
+        empty = empty_model(name, declared, trust_remote_code=trusted)
         needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
@@ -142,8 +150,12 @@ def load_model(
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
         growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
         with large_blocks_apart(), growing:
-            model = read_weights(name, directory, declared, dtype, device, trust_remote_code=trusted)
+            moved = None if head is None else head.moved
+            model = read_weights(
+                name, directory, declared, dtype, device, trust_remote_code=trusted, moved=moved
+            )
             model = model.to(device)
+            decoder = None if head is None else attach_head(model, head, files, dtype)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)
@@ -227,7 +239,21 @@ def load_model(
     )
     adapters.sees_images = images is not None
     stored = replace(stored, description=replace(stored.description, weights=words, images=seen))
-    return TorchRuntime(model, stored, with_graphs=with_graphs, adapters=adapters, images=images)
+    return TorchRuntime(
+        model, stored, with_graphs=with_graphs, adapters=adapters, images=images, decoder=decoder
+    )
+
+
+def _stored_head(
+    tensors: Sequence[StoredTensor] | Sequence[GgufTensor],
+    declared: Any,
+    demands: Demands,
+    device: torch.device,
+) -> StoredHead | None:
+    """Returns the checkpoint's draft head, if it is to be loaded: on CPUs. A step with heads is in no CUDA graph."""
+    if not demands.draft_heads or device.type != "cpu":
+        return None
+    return stored_head(((tensor.name, tensor.dtype) for tensor in tensors), declared)
 
 
 def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dtype, demands: Demands) -> None:
@@ -329,8 +355,10 @@ class TorchRuntime:
         with_graphs: bool = False,
         adapters: TorchAdapters | None = None,
         images: StepImages | None = None,
+        decoder: HeadedDecoder | None = None,
     ) -> None:
         self._model = model
+        self._decoder = decoder
         self._images = images
         self._adapters = adapters
         self._served = served
@@ -349,6 +377,10 @@ class TorchRuntime:
     @property
     def images(self) -> ImageReader | None:
         return None if self._images is None else self._images.reader
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        return None if self._decoder is None else self
 
     @property
     def pool_copies(self) -> int | None:
@@ -439,6 +471,28 @@ class TorchRuntime:
                 ends = np.cumsum([segment.logits_to_keep for segment in of_group])[:-1]
                 parts |= zip(group, np.split(logits, ends), strict=True)
             return np.concatenate([parts[number] for number in range(len(segments))])
+
+    def draft(self, batch: Batch, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        pool, decoder, segments = self._pool, self._decoder, list(batch.segments)
+        assert pool is not None, "allocate comes first"
+        assert decoder is not None, "the model has no draft heads"
+        hidden: torch.Tensor | None = None
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.inference_mode():
+            for _ in range(most):
+                ids, positions = (
+                    torch.from_numpy(np.array(numbers, np.int64)).to(self._device)
+                    for numbers in ([s.tokens[0] for s in segments], [s.past for s in segments])
+                )
+                logits, hidden = decoder.draft(ids, positions, hidden, PackedCache(pool, segments))
+                found.append(logits.softmax(-1).max(-1))
+                tokens = found[-1][1].cpu().numpy().astype(np.int32)
+                segments = [
+                    replace(segment, tokens=tokens[i : i + 1], past=segment.past + 1)
+                    for i, segment in enumerate(segments)
+                ]
+            chances, drafted = (torch.stack(each, 1).cpu().numpy() for each in zip(*found, strict=True))
+        return drafted.astype(np.int32), chances.astype(np.float32)
 
     def _forward(self, pool: TorchPool, segments: Sequence[Segment], rows: TorchAdapterRows | None) -> Logits:
         mode = self._description.execution_mode

@@ -117,6 +117,25 @@ class PackedCache(FusedStep):
             )
         return self._offsets
 
+    def previous_hidden(self, layer_idx: int, hidden: Tensor) -> Tensor | None:
+        memory = self._pool.layers[layer_idx]
+        assert memory.hidden is not None, "a layer of a draft head keeps hidden states"
+        before = self.kept_hidden(layer_idx)
+        memory.hidden.index_copy_(0, self._slots[memory.family], hidden[0])
+        previous = hidden.roll(1, 1)
+        previous[0, self._tensor(np.array([span.row for span in self._spans[memory.family]]))] = before[0]
+        return previous
+
+    def kept_hidden(self, layer_idx: int) -> Tensor:
+        memory = self._pool.layers[layer_idx]
+        assert memory.hidden is not None, "a layer of a draft head keeps hidden states"
+        size, spans = self._pool.block_size, self._spans[memory.family]
+        pasts = np.array([span.past for span in spans])
+        last = [slots_of(s.blocks, s.past - 1, s.past, size)[0] if s.past else 0 for s in spans]
+        kept = memory.hidden.index_select(0, self._tensor(np.array(last)))
+        kept[self._tensor(np.flatnonzero(pasts == 0))] = 0
+        return kept[None]
+
     def groups(self) -> Iterator[StepPart]:
         states = self._pool.states
         assert states is not None, "a mixer in a model without states"
@@ -247,6 +266,9 @@ class SequenceCache(StateCache):
         assert memory is not None, f"layer {layer_idx} has an indexer that the probe did not see"
         memory.index_copy_(0, self._slots[self._past :], indexer_key_states[0])
         return memory.index_select(0, self._slots)[None]
+
+    def previous_hidden(self, layer_idx: int, hidden: Tensor) -> None:
+        return None
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         return self._past

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,10 @@ def read_weights(
     device: torch.device,
     *,
     trust_remote_code: bool,
+    moved: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Loads the model with its weights on the CPU, and weights that stay coded on the device. Raises
-    ModelWeightsMissing, ModelUnsupported.
+    ModelWeightsMissing, ModelUnsupported. `moved`: patterns of tensors' names, and what the model has in their place.
 
     transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """
@@ -192,9 +194,13 @@ def read_weights(
                     state = lazy_state(weight_files(model, directory), formats, dtype, opened)
                     if (declared := _declared(model, directory)) and declared.method == MLX:
                         state = with_names_of_mlx(state)
+                    for pattern, name in (moved or {}).items():
+                        state = {re.sub(pattern, name, stored): lazy for stored, lazy in state.items()}
                 loaded, info = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
             else:
                 options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+                if moved:
+                    options["key_mapping"] = dict(moved)
                 loaded, info = kind_of(model, config).from_pretrained(directory, config=config, **options)
     except UndecodableWeight as error:
         raise ModelUnsupported(model, f"its weights cannot be read as they are stored: {error}") from error

@@ -33,6 +33,7 @@ class Surveyed:
     keys: dict[int, Tensor]  # [1, kv_heads, tokens, key_dim], an example
     values: dict[int, Tensor]  # [1, kv_heads, tokens, value_dim], an example
     indexer: dict[int, Tensor]  # [1, tokens, indexer_dim], an example
+    hidden: dict[int, int]  # widths of the hidden states that draft heads keep
     states: list[TorchStateShape]
     attention: dict[int, nn.Module]  # the innermost module that gives K and V to the cache
     mixers: dict[int, list[nn.Module]]  # the innermost modules that ask the cache for states
@@ -52,6 +53,7 @@ class Surveyed:
             softcap=softcap,
             indexer_dim=0 if indexer is None else indexer.shape[-1],
             indexer_dtype=torch.float32 if indexer is None else indexer.dtype,
+            hidden_dim=self.hidden.get(index, 0),
         )
 
 
@@ -185,6 +187,7 @@ class SurveyCache(Watch, StateCache):
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._indexer: dict[int, Tensor] = {}
+        self._hidden: dict[int, int] = {}
         self._attention: dict[int, nn.Module] = {}
         self._mixers: dict[int, list[nn.Module]] = {}
 
@@ -198,6 +201,7 @@ class SurveyCache(Watch, StateCache):
             self._keys,
             self._values,
             self._indexer,
+            self._hidden,
             states,
             self._attention,
             self._mixers,
@@ -222,6 +226,10 @@ class SurveyCache(Watch, StateCache):
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         self._indexer[layer_idx] = indexer_key_states
         return indexer_key_states
+
+    def previous_hidden(self, layer_idx: int, hidden: Tensor) -> Tensor | None:
+        self._hidden[layer_idx] = hidden.shape[-1]
+        return super().previous_hidden(layer_idx, hidden)
 
     def _refusal(self, reason: str, layer_idx: int) -> LayerUnsupported:
         return LayerUnsupported(reason, module=f"({type(self.running[-1]).__name__})", layer=layer_idx)

@@ -1,0 +1,183 @@
+"""Draft heads: found under the names of real checkpoints, computed exactly on the pools, and of no effect on answers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask
+
+from draft_checkpoints import HEADED, names_of, read_config, save_headed
+from engine.helpers import Bench, numbers
+from rootstock.cache.types import Tokens
+from rootstock.config import ModelConfig, TierConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.speculation.heads import HeadProposer
+from rootstock.runtime.base import Batch, DraftHeads, Segment
+from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.torch.draft_heads import stored_head
+from rootstock.runtime.torch.runner import TorchRuntime, load_model
+from twins.driving import ByHand, allocate, random_tokens
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function that saves a model with a head, once for each type."""
+    return functools.cache(lambda kind: save_headed(tmp_path_factory.mktemp(kind) / kind, kind, LAYERS))
+
+
+def load(directory: Path, *, heads: bool = True, **options: Any) -> TorchRuntime:
+    config = ModelConfig(str(directory), device="cpu", dtype="float32", threads=1, **options)
+    return load_model(config, demands=Demands(draft_heads=heads))
+
+
+class Reference:
+    """A model and its head by transformers' modules alone, over whole sequences."""
+
+    def __init__(self, directory: Path, model_type: str) -> None:
+        names = names_of(model_type)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        stored = load_file(directory / "model.safetensors")
+        own = names.own.format(layer=LAYERS)
+        self.parts = {part: stored[f"{own}{part}.weight"] for part in names.parts}
+        self.names = names
+        # The head's layer is the last one of a model that has one more.
+        config = AutoConfig.from_pretrained(directory)
+        config.num_hidden_layers = LAYERS + 1
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(kinds := getattr(config, name, None), list):
+                setattr(config, name, [*kinds, "full_attention" if name == "layer_types" else kinds[-1]])
+        config._attn_implementation = "eager"
+        moved = own + names.block
+        mapping = {"^" + moved.replace(".", r"\."): f"model.layers.{LAYERS}."}
+        larger: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=torch.float32, key_mapping=mapping, attn_implementation="eager"
+        ).eval()
+        self.block = larger.model.layers[LAYERS]
+
+    def draft(self, tokens: Tokens) -> Tensor:
+        """Returns the head's logits behind each token [tokens, vocab]."""
+        with torch.inference_mode():
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            decoder = self.model.model
+            embedded = decoder.embed_tokens(ids)
+            hidden = decoder(ids, use_cache=False)[0]
+            before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+            both = [self._norm(self.names.embedding_norm, embedded), self._norm(self.names.hidden_norm, before)]
+            mixed = torch.cat(both[::-1] if self.names.is_hidden_first else both, -1)
+            mixed = mixed @ self.parts[self.names.projection].T
+            places = torch.arange(len(tokens))[None]
+            mask = create_causal_mask(self.model.config, embedded, None, past_key_values=None, position_ids=places)
+            rows = self.block(
+                mixed,
+                attention_mask=mask,
+                position_ids=places,
+                position_embeddings=decoder.rotary_emb(embedded, position_ids=places),
+            )
+            rows = rows[0] if isinstance(rows, tuple) else rows
+            logits: Tensor = self.model.lm_head(self._norm(self.names.norm, rows))[0]
+        return logits
+
+    def _norm(self, part: str, rows: Tensor) -> Tensor:
+        norm: nn.Module = type(self.block.input_layernorm)(rows.shape[-1], eps=self.model.config.rms_norm_eps)
+        norm.weight = nn.Parameter(self.parts[part])
+        normed: Tensor = norm(rows)
+        return normed
+
+
+@pytest.mark.parametrize("model_type", HEADED)
+def test_a_head_computes_on_the_pools_what_it_computes_alone(headed: Any, model_type: str) -> None:
+    """Prompts in pieces and side by side, moved to other rows as by a tier, and continued from there."""
+    directory = headed(model_type)
+    runtime, reference = load(directory), Reference(directory, model_type)
+    assert runtime.draft_heads is not None
+    allocate(runtime)
+    driver = ByHand(runtime)
+    random = np.random.default_rng(0)
+    vocab = runtime.description.vocab_size
+    running = [driver.start(random_tokens(vocab, length, length)) for length in (40, 29, 3)]
+    while work := {r: int(random.integers(1, 12)) for r in running if r.past < len(r.tokens) - 1}:
+        driver.step({r: min(new, len(r.tokens) - 1 - r.past) for r, new in work.items()})
+        moved = running[int(random.integers(len(running)))]
+        driver.move(moved)
+    segments = [Segment(r.tokens[-1:], r.past, r.tables, 0) for r in running]
+    drafted, chances = runtime.draft(Batch(segments), 1)
+    for r, token, chance in zip(running, drafted[:, 0], chances[:, 0], strict=True):
+        exact = reference.draft(r.tokens)[-1].softmax(-1)
+        assert int(token) == int(exact.argmax())
+        assert chance == pytest.approx(float(exact.max()), abs=1e-4)
+
+
+@pytest.mark.parametrize("model_type", HEADED)
+def test_a_models_answers_are_the_same_with_its_head(headed: Any, model_type: str, tmp_path: Path) -> None:
+    """Cold, warm, from disk after a restart; drafts are always wrong, and no later turn finds less."""
+    directory = headed(model_type)
+    prompt = numbers(1, 50)
+    found: list[list[tuple[list[int], int]]] = []
+    for heads in (False, True):
+        answers: list[tuple[list[int], int]] = []
+        for restart in range(2):
+            runtime = load(directory, heads=heads)
+            tier = TierConfig(tmp_path / str(heads), 1 << 26)
+            bench = Bench(400, 8, runtime=runtime, tier=tier, draft_tokens=None, idle_work=False)
+            _be_free(bench.engine)
+            history = list(prompt)
+            for turn in range(3):
+                client = bench.answer(history, max_tokens=24)
+                answers.append((client.tokens, client.cached_tokens if restart == 0 or turn else -1))
+                history += [*client.tokens, *numbers(turn + 2, 7)]
+            counters = bench.engine.stats().counters
+            assert (counters.draft_tokens > 0) == heads
+            bench.engine.stop()
+        found.append(answers)
+    assert found[0] == found[1]
+
+
+class Sure:
+    """A head that is sure of itself."""
+
+    def __init__(self, draft_heads: DraftHeads) -> None:
+        self._heads = draft_heads
+
+    def draft(self, batch: Batch, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        tokens, chances = self._heads.draft(batch, most)
+        return tokens, np.full_like(chances, 0.9)
+
+
+def _be_free(engine: Engine) -> None:
+    """Makes drafts of heads pay, whatever a step takes here."""
+    proposer: Any = engine.parts.proposer
+    if isinstance(proposer, HeadProposer):
+        proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
+        proposer._cost.relative = lambda sequences, seconds: 0.0
+        proposer._heads = Sure(proposer._heads)
+
+
+def test_a_head_in_an_unknown_form_is_left_out(headed: Any) -> None:
+    names = names_of("deepseek_v3")
+    config = AutoConfig.from_pretrained(headed("deepseek_v3"))
+    stored = [(f"{names.own.format(layer=LAYERS)}{part}.weight", "F32") for part in names.parts]
+    assert stored_head(stored, config) is not None
+    assert stored_head(stored[1:], config) is None
+    assert stored_head([(name, "I32") for name, _ in stored], config) is None
+    config.num_hidden_layers += 1
+    assert stored_head(stored, config) is None, "it is a layer of the model"
+
+
+def test_heads_are_not_loaded_unless_drafts_are_on(headed: Any) -> None:
+    with_head, without = (load(headed("qwen2"), heads=heads).description for heads in (True, False))
+    assert with_head.families[0].layers == without.families[0].layers + 1
+    assert with_head.namespace() != without.namespace()
+    assert read_config(headed("qwen2"))["num_hidden_layers"] == LAYERS
