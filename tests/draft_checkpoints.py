@@ -57,9 +57,7 @@ def name_head(directory: Path, names: HeadNames, parts: Mapping[str, torch.Tenso
     config, file = read_config(directory), directory / "model.safetensors"
     layers = config["num_hidden_layers"] - 1
     config |= {"num_hidden_layers": layers}
-    config |= {
-        name: config[name][:layers] for name in ("layer_types", "mlp_layer_types") if config.get(name)
-    }
+    config |= {name: config[name][:layers] for name in ("layer_types", "mlp_layer_types") if config.get(name)}
     (directory / "config.json").write_text(json.dumps(config))
     own, last = names.own.format(layer=layers), f"model.layers.{layers}."
     tensors = {name.replace(last, own + names.block): tensor for name, tensor in load_file(file).items()}

@@ -437,7 +437,7 @@ def main() -> None:
     parser.add_argument("--ample-seconds", type=float, default=400.0, help="with memory for all sessions")
     parser.add_argument("--times", type=float, default=2.0, help="the sessions' need over the memory")
     # The memory is full in the second quarter, and has room for the answers of the open sessions.
-    parser.add_argument("--answer-memory", default="2MiB")
+    parser.add_argument("--answer-memory", default="4MiB")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models = [save_chat(Path(folder) / name, kind) for name, kind in MODELS.items()]

@@ -1,4 +1,4 @@
-"""Draft heads: found under the names of real checkpoints, computed exactly on the pools, and of no effect on answers."""
+"""Draft heads: found under the names of real checkpoints, exact on the pools, and of no effect on answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
@@ -75,11 +75,16 @@ class Reference:
             embedded = decoder.embed_tokens(ids)
             hidden = decoder(ids, use_cache=False)[0]
             before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
-            both = [self._norm(self.names.embedding_norm, embedded), self._norm(self.names.hidden_norm, before)]
+            both = [
+                self._norm(self.names.embedding_norm, embedded),
+                self._norm(self.names.hidden_norm, before),
+            ]
             mixed = torch.cat(both[::-1] if self.names.is_hidden_first else both, -1)
             mixed = mixed @ self.parts[self.names.projection].T
             places = torch.arange(len(tokens))[None]
-            mask = create_causal_mask(self.model.config, embedded, None, past_key_values=None, position_ids=places)
+            mask = create_causal_mask(
+                self.model.config, embedded, None, past_key_values=None, position_ids=places
+            )
             rows = self.block(
                 mixed,
                 attention_mask=mask,
@@ -168,12 +173,41 @@ def _be_free(engine: Engine) -> None:
 def test_a_head_in_an_unknown_form_is_left_out(headed: Any) -> None:
     names = names_of("deepseek_v3")
     config = AutoConfig.from_pretrained(headed("deepseek_v3"))
+    last = f"model.layers.{LAYERS - 1}.input_layernorm.weight", "F32"
     stored = [(f"{names.own.format(layer=LAYERS)}{part}.weight", "F32") for part in names.parts]
-    assert stored_head(stored, config) is not None
-    assert stored_head(stored[1:], config) is None
-    assert stored_head([(name, "I32") for name, _ in stored], config) is None
+    assert stored_head([last, *stored], config) is not None
+    assert stored_head([last, *stored[1:]], config) is None
+    assert stored_head([last, *((name, "I32") for name, _ in stored)], config) is None
     config.num_hidden_layers += 1
-    assert stored_head(stored, config) is None, "it is a layer of the model"
+    assert stored_head([last, *stored], config) is None, "it is a layer of the model"
+
+
+def test_the_layers_of_a_model_that_sees_images_have_another_prefix() -> None:
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4)
+    names = names_of("qwen3_5_text")
+    stored = [(f"mtp.{part}.weight", "BF16") for part in names.parts]
+    for prefix in ("model.layers.", "model.language_model.layers."):
+        found = stored_head([(f"{prefix}3.mlp.up_proj.weight", "BF16"), *stored], config)
+        assert found is not None
+        assert found.moved == {r"^mtp\.layers\.0\.": f"{prefix}4."}
+
+
+def test_a_checkpoint_with_half_a_head_is_served_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save_headed(tmp_path, "qwen2", LAYERS)
+    tensors = load_file(directory / "model.safetensors")
+    removed = [name for name in tensors if "mtp_layers" in name and "mlp" in name]
+    save_file(
+        {name: tensors[name] for name in tensors.keys() - set(removed)},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    runtime = load(directory)
+    assert removed
+    assert runtime.draft_heads is None
+    assert "draft head is not used" in caplog.text
+    assert runtime.description.families == load(directory, heads=False).description.families
 
 
 def test_heads_are_not_loaded_unless_drafts_are_on(headed: Any) -> None:

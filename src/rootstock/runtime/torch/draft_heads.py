@@ -15,6 +15,7 @@ next step writes these rows again.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ class StoredHead:
 
     names: HeadNames
     layer: int  # its number, behind the model's last layer
+    layers: str = "model.layers."  # prefix of the model's layers in the checkpoint
 
     @property
     def own(self) -> str:
@@ -92,7 +94,7 @@ class StoredHead:
     @property
     def moved(self) -> Mapping[str, str]:
         """Patterns of the layer's names in the files, and the names by which the model loads them."""
-        stored, loaded = self.own + self.names.block, f"model.layers.{self.layer}."
+        stored, loaded = self.own + self.names.block, f"{self.layers}{self.layer}."
         return {} if stored == loaded else {"^" + stored.replace(".", r"\."): loaded}
 
 
@@ -101,8 +103,12 @@ def stored_head(names: Iterable[tuple[str, str]], config: Any) -> StoredHead | N
     not known."""
     dtypes = dict(names)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    last = re.compile(rf"^(model\.(?:language_model\.)?layers\.){layers - 1}\.")
+    prefix = next((match[1] for name in dtypes if (match := last.match(name))), None)
+    if prefix is None:
+        return None
     for dialect in DIALECTS:
-        found = StoredHead(dialect, layers)
+        found = StoredHead(dialect, layers, prefix)
         if all(dtypes.get(f"{found.own}{part}.weight") in _FLOATS for part in dialect.parts):
             return found
     return None
@@ -188,9 +194,11 @@ class HeadedDecoder:
 def attach_head(
     model: nn.Module, stored: StoredHead, files: Sequence[Path], dtype: torch.dtype
 ) -> HeadedDecoder:
-    """Takes the last layer out of a loaded model, and makes a head of it. Raises KeyError for a tensor that is not
-    there, OSError, and what the model's own code raises."""
+    """Takes the last layer out of a loaded model, and makes a head of it. Raises KeyError, AttributeError or OSError
+    for what is not there."""
     decoder: Any = model.get_decoder()  # type: ignore[operator]
+    if not hasattr(decoder, "rotary_emb"):
+        raise AttributeError(f"{type(decoder).__name__} has no rotary positions")
     block = decoder.layers[stored.layer]
     decoder.layers = decoder.layers[: stored.layer]
     text = text_config(model)

@@ -21,7 +21,7 @@ from rootstock.cache.families import token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
-from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
+from rootstock.errors import InvalidOption, ModelError, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.adapter_files import AdapterSource
 from rootstock.runtime.base import (
@@ -136,9 +136,8 @@ def load_model(
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         del empty
         head = _stored_head(tensors, declared, demands, device)
-        if head is not None:
-            declared = head.with_layer(declared)
-        empty = empty_model(name, declared, trust_remote_code=trusted)
+        whole = declared if head is None else head.with_layer(declared)
+        empty = empty_model(name, whole, trust_remote_code=trusted)
         needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
@@ -150,12 +149,7 @@ def load_model(
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
         growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
         with large_blocks_apart(), growing:
-            moved = None if head is None else head.moved
-            model = read_weights(
-                name, directory, declared, dtype, device, trust_remote_code=trusted, moved=moved
-            )
-            model = model.to(device)
-            decoder = None if head is None else attach_head(model, head, files, dtype)
+            model, decoder = _read(config, directory, files, declared, dtype, device, head)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)
@@ -242,6 +236,30 @@ def load_model(
     return TorchRuntime(
         model, stored, with_graphs=with_graphs, adapters=adapters, images=images, decoder=decoder
     )
+
+
+def _read(
+    config: ModelConfig,
+    directory: Path,
+    files: Sequence[Path],
+    declared: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: StoredHead | None,
+) -> tuple[nn.Module, HeadedDecoder | None]:
+    """Reads the weights, with a draft head if that can be read. Raises ModelWeightsMissing or ModelUnsupported."""
+    read = functools.partial(
+        read_weights, config.model, directory, trust_remote_code=config.trust_remote_code
+    )
+    if head is not None:
+        try:
+            model = read(config=head.with_layer(declared), dtype=dtype, device=device, moved=head.moved).to(
+                device
+            )
+            return model, attach_head(model, head, files, dtype)
+        except (ModelError, KeyError, AttributeError) as refusal:
+            _log.warning("the checkpoint's draft head is not used: %s", refusal)
+    return read(config=declared, dtype=dtype, device=device).to(device), None
 
 
 def _stored_head(
