@@ -17,6 +17,8 @@ from transformers.masking_utils import create_causal_mask
 
 from draft_checkpoints import HEADED, names_of, read_config, save_headed
 from engine.helpers import Bench, numbers
+from image_checkpoints import save_images
+from image_schedules import Player
 from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
@@ -215,3 +217,31 @@ def test_heads_are_not_loaded_unless_drafts_are_on(headed: Any) -> None:
     assert with_head.families[0].layers == without.families[0].layers + 1
     assert with_head.namespace() != without.namespace()
     assert read_config(headed("qwen2"))["num_hidden_layers"] == LAYERS
+
+
+def test_a_model_that_sees_images_has_its_head(tmp_path: Path) -> None:
+    directory = save_images(tmp_path / "model", "qwen3_5")
+    tensors = load_file(directory / "model.safetensors")
+    full, width = "model.language_model.layers.1.", 64
+    block = {
+        name.replace(full, "mtp.layers.0."): each.clone() for name, each in tensors.items() if full in name
+    }
+    names = names_of("qwen3_5_text")
+    parts = {f"mtp.{part}.weight": torch.full((width,), 0.1) for part in names.parts}
+    parts[f"mtp.{names.projection}.weight"] = torch.eye(width, 2 * width)
+    save_file(tensors | block | parts, directory / "model.safetensors", {"format": "pt"})
+    answers = []
+    for heads in (True, False):
+        runtime = load(directory, heads=heads)
+        assert (runtime.draft_heads is not None) == heads
+        assert runtime.description.images == "seen"
+        bench = Bench(400, 8, runtime=runtime, draft_tokens=None)
+        _be_free(bench.engine)
+        answers.append(bench.answer(numbers(3, 40), max_tokens=16).tokens)
+        assert (bench.engine.stats().counters.draft_tokens > 0) == heads
+    assert answers[0] == answers[1]
+    player = Player(directory)
+    for seed in (4, 8):  # with drafts
+        player.play(seed, tmp_path / str(seed), steps=3)
+    assert player.tally.wrong == []
+    assert player.tally.images > 0
