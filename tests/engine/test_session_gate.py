@@ -37,8 +37,9 @@ class Agents:
         held: int = 9,
         disk: Path | None = None,
         queue_bytes: int = 1 << 24,
+        step_s: float = 0.0,
     ) -> None:
-        self.now = 0.0
+        self.now, self._step_s = 0.0, step_s
         self.fails = False
         runtime = FakeRuntime(97, families=families, eos_token_ids=(), fault=self._forward)
         size = sum(row_bytes(family, BLOCK) for family in families) * PROMPT / BLOCK
@@ -53,6 +54,7 @@ class Agents:
         self.history: dict[str, list[int]] = {}
 
     def _forward(self, _batch: Batch) -> None:
+        self.now += self._step_s
         if self.fails:
             raise EngineFault(RuntimeError("on purpose"))
 
@@ -366,6 +368,19 @@ def test_held_requests_can_be_aborted_and_fail_with_the_engine() -> None:
     assert isinstance(running.events[-1], Failed)
     assert not agents.engine.scheduler.has_work
     agents.answer("e")
+
+
+def test_the_prefill_of_lost_tokens_is_counted_for_their_session() -> None:
+    agents = Agents(1.5, wait_s=0.0, step_s=2.0)
+    found = [agents.answer(session).cached_tokens for session in ("a", "b", "a")][-1]
+    lost, other = (
+        next(each for each in agents.cache.working_set.sessions("") if each.name == name) for name in "ab"
+    )
+    known = PROMPT + 1  # with the first answer but for its last token
+    assert lost.lost_tokens == known - found > 0
+    assert lost.lost_s == pytest.approx(2.0 * (known - found) / (PROMPT + 4 - found))  # of one forward
+    assert (other.lost_tokens, other.lost_s) == (0, 0.0)
+    assert lost.queued_s == 0.0
 
 
 def test_without_a_wait_there_is_no_gate() -> None:

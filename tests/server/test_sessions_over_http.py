@@ -54,6 +54,25 @@ def test_a_session_is_listed_with_its_requests_and_hits(serve: Any) -> None:
         assert served.metric("rootstock_sessions", state="known") == 2
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_what_a_session_lost_and_what_its_drafts_gave_are_listed(serve: Any, drafts: int) -> None:
+    prompts = {name: f"{name} " * 60 for name in ("aa", "bb", "cc")}
+    config = EngineConfig(idle_work=False, max_session_wait_s=0.0, draft_tokens=drafts)
+    with serve(config, blocks=80) as served:
+        turn(served, "aa", prompts["aa"])
+        for other in ("bb", "cc"):
+            turn(served, other, prompts[other])
+        turn(served, "aa", prompts["aa"] + "and more", tokens=60)
+        listed = {each["session"]: each for each in served.client.get(SESSIONS).json()["sessions"]}
+        aa = listed["aa"]
+        assert aa["lost_tokens"] == 180 + 1 - aa["cached_tokens"] > 0
+        assert aa["lost_s"] >= 0
+        assert listed["bb"]["lost_tokens"] == listed["bb"]["lost_s"] == 0
+        assert aa["queued_s"] >= 0
+        assert 0 <= aa["accepted_draft_tokens"] <= aa["draft_tokens"]
+        assert drafts or not aa["draft_tokens"]
+
+
 @pytest.mark.behaviour(9)
 def test_a_tenant_sees_its_own_sessions_only(serve: Any) -> None:
     config = ServerConfig(tenant_keys={"key-of-a": "a", "key-of-b": "b"}, admin_key="admin")

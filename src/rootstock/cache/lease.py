@@ -14,6 +14,7 @@ from rootstock.cache.plan import Load, Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, WindowBlocks
 from rootstock.cache.retention.grants import Claim
 from rootstock.cache.retention.hint_types import CacheHints, HintOutcome
+from rootstock.cache.retention.sessions import RequestCosts
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)
@@ -121,6 +122,8 @@ class Lease:
     is_idle: bool = False  # of idle work: no request waits for it
     hints: CacheHints | None = None
     session: int = 0  # of its request; 0: none
+    lost_tokens: int = 0  # of its prompt, within the length of its conversation, and not found
+    costs: RequestCosts | None = None  # of its request, at the end, if it names a session
     claims: tuple[Claim, ...] = ()  # granted hints
     hint_outcomes: tuple[HintOutcome, ...] = ()
     act_outcomes: tuple[HintOutcome, ...] = ()  # known when it has ended

@@ -729,6 +729,8 @@ class Scheduler:
         self._running.remove(sequence)
         if self._proposer is not None:
             self._proposer.completed(sequence, lease)
+        if lease.session:
+            lease.costs = sequence.costs
         self._cache.release(lease, ReleaseReason.FINISHED)
         sequence.hint_outcomes += lease.act_outcomes
         sequence.state = Waiting()

@@ -15,6 +15,7 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
 from rootstock.cache.retention.hint_types import HintOutcome
+from rootstock.cache.retention.sessions import RequestCosts
 from rootstock.cache.types import Tokens
 from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.limits import RequestLimits
@@ -243,6 +244,15 @@ class Sequence:
             loaded_tokens=self.loaded_tokens,
             loaded_from_host_tokens=self.loaded_from_host_tokens,
         )
+
+    @property
+    def costs(self) -> RequestCosts:
+        """What the request has taken, for the report of its session. It has a token, or its prompt is computed."""
+        began = self.admitted_at if self.computed_at is None else self.computed_at
+        first = began if self.first_token_at is None else self.first_token_at
+        queued_s = 0.0 if self.admitted_at is None else self.admitted_at - self.submitted_at - self.held_s
+        prefill_s = 0.0 if began is None or first is None else first - began
+        return RequestCosts(max(0.0, queued_s), prefill_s, self.draft_tokens, self.accepted_draft_tokens)
 
     def emit(self, event: Event) -> None:
         """Passes an event to the sink. A sink that raises loses its events and disturbs no other request."""

@@ -105,6 +105,8 @@ class Retainer:
                 session.requests += 1
                 session.prompt_tokens += lease.prompt_tokens
                 session.hit_tokens += lease.hit_tokens
+                lease.lost_tokens = max(0, min(session.tokens, lease.prompt_tokens) - lease.hit_tokens)
+                session.lost_tokens += lease.lost_tokens
         self._decide(hints, lease, pause, now)
 
     def begin_alone(self, hints: CacheHints, lease: Lease) -> None:
@@ -189,6 +191,8 @@ class Retainer:
         session = self.sessions.get(lease.session)
         if session is None:  # dropped meanwhile
             return
+        if lease.costs is not None:
+            session.add_costs(lease.costs, lease.lost_tokens / (lease.prompt_tokens - lease.hit_tokens))
         if 2 * lease.num_computed_tokens < session.tokens:
             return  # a short request beside the conversation, such as one for a title
         session.tokens = lease.num_computed_tokens

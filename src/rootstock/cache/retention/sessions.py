@@ -95,6 +95,16 @@ class ExpectedPause:
     ttl_s: float  # a time within which the next request comes in all likelihood, bounded
 
 
+@dataclass(frozen=True, slots=True)
+class RequestCosts:
+    """What a request of a session has taken, as the engine tells at its end."""
+
+    queued_s: float
+    prefill_s: float  # from its first forward to its first token
+    draft_tokens: int
+    accepted_draft_tokens: int
+
+
 @dataclass(slots=True)
 class CacheSession:
     id: int  # never used again
@@ -114,6 +124,18 @@ class CacheSession:
     prompt_tokens: int = 0  # of all its requests
     hit_tokens: int = 0  # of these
     held_s: float = 0.0  # for which its requests were held before their admission
+    lost_tokens: int = 0  # of its prompts, within the length of its conversation, and not found
+    lost_s: float = 0.0  # their part of the prefills' times
+    queued_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+    def add_costs(self, costs: RequestCosts, lost_part: float) -> None:
+        """Adds the costs of a request, of whose prefill a part was lost."""
+        self.lost_s += lost_part * costs.prefill_s
+        self.queued_s += costs.queued_s
+        self.draft_tokens += costs.draft_tokens
+        self.accepted_draft_tokens += costs.accepted_draft_tokens
 
     @property
     def hit_rate(self) -> float:

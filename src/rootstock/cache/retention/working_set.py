@@ -48,6 +48,11 @@ class SessionReport:
     hit_tokens: int = 0  # of these
     hit_rate: float = 0.0
     held_s: float = 0.0  # for which its requests were held before their admission
+    lost_tokens: int = 0  # of its prompts, within the length of its conversation, and not found
+    lost_s: float = 0.0  # their part of the prefills' times
+    queued_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +194,9 @@ def _report(session: CacheSession, held: int, now: float) -> SessionReport:
         session.hit_tokens,
         session.hit_rate,
         session.held_s,
+        session.lost_tokens,
+        session.lost_s,
+        session.queued_s,
+        session.draft_tokens,
+        session.accepted_draft_tokens,
     )

@@ -188,6 +188,11 @@ def _session(session: SessionReport) -> dict[str, Any]:
         "cached_tokens": session.hit_tokens,
         "hit_rate": round(session.hit_rate, 4),
         "held_s": round(session.held_s, 3),
+        "queued_s": round(session.queued_s, 3),
+        "lost_tokens": session.lost_tokens,
+        "lost_s": round(session.lost_s, 3),
+        "draft_tokens": session.draft_tokens,
+        "accepted_draft_tokens": session.accepted_draft_tokens,
     }
 
 

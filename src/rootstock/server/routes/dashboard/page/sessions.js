@@ -42,8 +42,10 @@ function entry(session) {
   const [look, meaning] = STATES[/** @type {"held"} */ (session.state)] ?? ["queued", ""];
   const pause = session.running || !session.expected_pause_s ? [] : [`pauses ${duration(session.expected_pause_s)}, now for ${duration(session.idle_s)}`];
   const found = session.prompt_tokens ? [`${percent(session.cached_tokens, session.prompt_tokens)} found: ${count(session.cached_tokens)} tokens saved`] : [];
-  const waited = session.held_s ? [`held for ${duration(session.held_s)}`] : [];
-  const told = [session.requests === 1 ? "1 request" : `${count(session.requests)} requests`, ...found, bytes(session.bytes).replace(" ", "\u00a0"), ...pause, ...waited];
+  const lost = session.lost_tokens ? [`${count(session.lost_tokens)} tokens of the conversation not found: ${duration(session.lost_s)} of prefill`] : [];
+  const drafts = session.draft_tokens ? [`${percent(session.accepted_draft_tokens, session.draft_tokens)} of ${count(session.draft_tokens)} draft tokens accepted`] : [];
+  const waited = [...(session.held_s ? [`held for ${duration(session.held_s)}`] : []), ...(session.queued_s >= 0.1 ? [`queued for ${duration(session.queued_s)}`] : [])];
+  const told = [session.requests === 1 ? "1 request" : `${count(session.requests)} requests`, ...found, ...lost, ...drafts, bytes(session.bytes).replace(" ", "\u00a0"), ...pause, ...waited];
   return el("li", {},
     el("div", { class: "about" }, el("span", { class: "state", title: meaning }, el("i", { class: look }), session.state), " ", el("code", { title: session.session }, short(session.session)),
       " ", el("span", { title: session.tenant }, session.tenant ? short(session.tenant) : "no tenant"),
