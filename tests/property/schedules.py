@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from block_listener import BlockListener
 from property.provenance import SALTS, Provenance, heads_of
@@ -32,7 +33,7 @@ from property.simulated_tier import (
     check_oracle_record,
 )
 from rootstock.cache import KVCache
-from rootstock.cache.families import Family, SlidingWindow, row_bytes
+from rootstock.cache.families import Family, FullAttention, SlidingWindow, row_bytes
 from rootstock.cache.image_tokens import ImageLayout, PlacedImage, chunk_end
 from rootstock.cache.lease import Lease
 from rootstock.cache.radix_node import Boundary, CheckpointKind
@@ -61,6 +62,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.engine.sequence import Sequence
+from rootstock.engine.speculation.heads import HeadProposer
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import PoolsLost, RootstockError, StepFailed
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Runtime
@@ -400,6 +402,8 @@ def _live(
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
     clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays
+    if drafts and isinstance(runtime, FakeRuntime):
+        runtime.draft_heads = OracleHeads(seed, runtime)
     guesses = Guesses(seed, runtime, catches_up=lambda: cache.reuse and not failed)
     engine = Engine(
         runtime,
@@ -412,6 +416,8 @@ def _live(
         memory_watch=_scarce_memory(seed) if seed % 5 < 2 else None,
     )
     guesses.limit = engine.context_limit
+    if isinstance(heads := engine.parts.proposer, HeadProposer):
+        heads._cost.relative = lambda sequences, seconds: 0.0  # type: ignore[method-assign]
     if subject.takes_adapters:
         runtime.adapters.add(ADAPTER)
         engine.adapters.add(
@@ -616,6 +622,26 @@ class Guesses(Proposer):
     def completed(self, sequence: Sequence, lease: Lease) -> None:
         known = len(sequence.request.tokens) + max(0, len(sequence.generated) - 1)
         assert len(lease.tokens) == known or (lease.slot != NO_SLOT and not self._catches_up())
+
+
+class OracleHeads:
+    """Heads that write to the rows behind the known tokens, as real ones do, and guess."""
+
+    def __init__(self, seed: int, runtime: FakeRuntime) -> None:
+        self._rng = np.random.default_rng([seed, 3])
+        self._runtime = runtime
+
+    def draft(self, batch: Batch, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        for segment in batch.segments:
+            assert len(segment.tokens) == 1
+            for pool, blocks in zip(self._runtime._pools, segment.tables, strict=True):
+                size = pool.block_size
+                assert segment.past + most <= len(blocks) * size, "a head has no row for its draft"
+                if isinstance(pool.family, FullAttention):
+                    for position in range(segment.past, segment.past + most):
+                        pool.hashes[blocks[position // size], position % size] = 54321
+        shape = len(batch.segments), most
+        return self._rng.integers(0, VOCAB, shape).astype(np.int32), np.full(shape, 0.9, np.float32)
 
 
 def _faults(rng: np.random.Generator, seed: int, lost_share: float = LOST_SHARE) -> Callable[[Batch], None]:

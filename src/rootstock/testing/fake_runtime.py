@@ -30,7 +30,7 @@ from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturn
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
 from rootstock.errors import PoolsLost
 from rootstock.runtime.adapter_files import AdapterSource
-from rootstock.runtime.base import Batch, LoadedAdapter, Logits, ModelDescription, Segment
+from rootstock.runtime.base import Batch, DraftHeads, LoadedAdapter, Logits, ModelDescription, Segment
 from rootstock.runtime.host_memory import free_host_bytes
 
 Hashes = NDArray[np.uint64]
@@ -158,7 +158,7 @@ class FakeRuntime:
     PoolsLost overwrites all rows."""
 
     images = None
-    draft_heads = None
+    draft_heads: DraftHeads | None = None
 
     def __init__(
         self,
