@@ -119,7 +119,7 @@ class ScheduledSequence:
 
     The last `drafts` tokens are draft tokens. With a recurrent state, `is_forked` tells that the forward advances a
     copy of it: if a draft token turns out wrong, nothing of the step is committed, and the next one computes the
-    tokens before it again.
+    tokens before it again, without a draft.
     """
 
     sequence: Sequence
@@ -628,7 +628,8 @@ class Scheduler:
         )
         drafts = {item.lease.id: draft for item, draft in zip(decodes, found, strict=True) if len(draft)}
         for i, item in enumerate(scheduled):
-            if item.lease.id in drafts:
+            # Behind a wrong draft, the state catches up first.
+            if item.lease.id in drafts and len(item.tokens) == 1:
                 scheduled[i] = self._with_draft(item, drafts[item.lease.id][:room])
                 room -= scheduled[i].drafts
 
@@ -636,8 +637,8 @@ class Scheduler:
         lease = item.lease
         most = min(len(draft), item.sequence.tokens_left - 1)  # the last token is not computed
         if lease.next_checkpoint_position is not None:
-            most = min(most, lease.next_checkpoint_position - lease.num_computed_tokens - len(item.tokens))
-        most = self._reserve_draft(lease, len(item.tokens), most)
+            most = min(most, lease.next_checkpoint_position - lease.num_computed_tokens - 1)
+        most = self._reserve_draft(lease, most)
         is_crowded = self._waiting and lease.draft_slot == NO_SLOT
         fork = None if most <= 0 or is_crowded else self._cache.fork_state(lease)
         if fork is None:
@@ -646,18 +647,18 @@ class Scheduler:
         tokens = np.concatenate((item.tokens, draft[:most]))
         return ScheduledSequence(item.sequence, lease, tokens, most, lease.slot != NO_SLOT)
 
-    def _reserve_draft(self, lease: Lease, known: int, most: int) -> int:
-        """Reserves blocks for a draft behind `known` tokens and returns how many of its tokens have blocks.
+    def _reserve_draft(self, lease: Lease, most: int) -> int:
+        """Reserves blocks for a draft and returns how many of its tokens have blocks.
 
         New blocks are taken only if no request waits, and only if enough blocks stay free for every running sequence
         to advance by as many positions as the draft has.
         """
         size = self._cache.block_size
         watermark = len(self._running) * (most // size + 1)
-        if most > 0 and not self._waiting and not self._extend_fails(lease, known + most, watermark):
+        if most > 0 and not self._waiting and not self._extend_fails(lease, 1 + most, watermark):
             return most
-        most = min(most, lease.table_blocks * size - lease.num_computed_tokens - known)
-        return 0 if most <= 0 or self._extend_fails(lease, known + most, watermark) else most
+        most = min(most, lease.table_blocks * size - lease.num_computed_tokens - 1)
+        return 0 if most <= 0 or self._extend_fails(lease, 1 + most, watermark) else most
 
     def _extend_fails(self, lease: Lease, tokens: int, watermark: int) -> bool:
         return isinstance(self._cache.extend(lease, tokens, watermark), Deferred)

@@ -230,7 +230,11 @@ class StepRunner:
     def _catch_up(self, sequence: Sequence, lease: Lease) -> None:
         """Computes the last tokens of a request that ends in the middle of a draft, so that the state after them
         can become a checkpoint. A failure costs that checkpoint its last tokens."""
-        behind = ScheduledSequence(sequence, lease, sequence.uncomputed(lease)[:-1])
+        fork = self._cache.fork_state(lease)
+        if fork is None:
+            return
+        self._execute(together([self._cache.take_pending_plan(), fork]))
+        behind = ScheduledSequence(sequence, lease, sequence.uncomputed(lease)[:-1], is_forked=True)
         try:
             self._runtime.forward(Batch([replace(behind.segment(), logits_to_keep=0)]))
         except PoolsLost:
@@ -239,6 +243,7 @@ class StepRunner:
             log.exception("the last tokens of a request are not cached", extra=sequence.log_fields)
             return
         self.counters.computed_tokens += len(behind.tokens)
+        self._cache.keep_fork(lease)
         self._execute(self._cache.commit(lease, behind.tokens))
 
     def _result(self, item: ScheduledSequence, logits: Logits) -> _Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rootstock.engine.speculation.draft_cost import (
     AcceptanceRate,
@@ -132,3 +133,22 @@ def test_a_step_that_hiccups_changes_little() -> None:
     cost.observe(1, 4, 500, 50.0)
     longer = cost.longer(1, 500, 4)
     assert longer[-1] < 0.6
+
+
+def test_of_a_state_long_drafts_are_verified_only_if_they_are_likely() -> None:
+    """A wrong token costs the next step its draft."""
+    longer = np.linspace(0.05, 0.4, 8)
+    for probability, batch in ((0.6, 1), (0.9, 1), (0.6, 4), (0.9, 4)):
+        given = [chances(probability)] * batch
+        with_state = worth_verifying(batch, given, longer, repeats=True)
+        without = worth_verifying(batch, given, longer)
+        assert sum(with_state.counts) <= sum(without.counts)
+        assert with_state.gain <= without.gain
+    certain = [np.ones(4)]
+    assert worth_verifying(1, certain, longer, repeats=True) == worth_verifying(1, certain, longer)
+
+
+def test_heads_that_take_longer_than_they_give_are_not_worth_it() -> None:
+    free = np.zeros(4)
+    assert worth_verifying(1, [chances(0.8, 1)], free, beside=0.3).gain == pytest.approx(1.8 / 1.3)
+    assert worth_verifying(1, [chances(0.8, 1)], free, beside=0.9).counts == [0]

@@ -19,6 +19,7 @@ from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
 from rootstock.errors import InvalidOption
 from rootstock.options import parse_draft_tokens
+from rootstock.runtime.base import Batch
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
@@ -300,6 +301,18 @@ def test_a_state_is_never_advanced_by_a_wrong_draft(right: int, families: Famili
     counters = bench.engine.stats().counters
     assert counters.draft_tokens > counters.accepted_draft_tokens
     assert (counters.accepted_draft_tokens > 0) == (right > 0)
+    longest = max(
+        len(segment.tokens) for batch in bench.batches for segment in batch.segments if segment.past > 20
+    )
+    assert longest <= right + 3, "no more is computed again than one draft"
+
+
+def stopping(families: Families, prompt: Tokens, tokens: int) -> tuple[list[int], StopParams]:
+    """Returns the first tokens of an answer, up to one that comes for the first time, and the stop that ends it
+    there. A limit of tokens bounds drafts, too: only a stop ends an answer within one."""
+    alone = Bench(families=families).alone(prompt, 3 * tokens)
+    at = next(i for i in range(tokens - 1, len(alone)) if alone[i] not in alone[:i])
+    return alone[: at + 1], StopParams(max_tokens=100, stop_tokens=(alone[at],))
 
 
 @pytest.mark.parametrize("families", STATEFUL)
@@ -308,19 +321,49 @@ def test_a_state_is_never_advanced_by_a_wrong_draft(right: int, families: Famili
 def test_the_next_turn_finds_as_much_as_without_drafts(answer: int, right: int, families: Families) -> None:
     """The end of an answer may fall on a right draft, on a wrong one, or behind both."""
     prompt = numbers(1, 20)
-    plain = Bench(families=families)
-    alone = plain.alone(prompt, answer)
+    expected, stop = stopping(families, prompt, answer)
 
     def draft(generated: list[int]) -> list[int]:
-        return [*alone[len(generated) :][:right], 96]
+        return [*expected[len(generated) :][:right], 96, 95]
 
-    bench = Bench(families=families, proposer=Scripted(draft))
+    plain, bench = Bench(families=families), Bench(families=families, proposer=Scripted(draft))
     for one in (plain, bench):
-        assert one.answer(prompt, max_tokens=answer).tokens == alone
-    after = [*map(int, prompt), *alone, *map(int, numbers(2, 6))]
+        one.answer(prompt, stop=stop)
+        assert one.ended[-1].finished.usage.completion_tokens == len(expected)
+    after = [*map(int, prompt), *expected, *map(int, numbers(2, 6))]
     found = [one.answer(after, max_tokens=1).cached_tokens for one in (plain, bench)]
     assert found[0] == found[1]
-    assert answer < 9 or found[0] == len(prompt) + answer - 1  # else the prompt's checkpoint is near enough
+    assert (
+        answer < 9 or found[0] == len(prompt) + len(expected) - 1
+    )  # else the prompt's checkpoint is near enough
+
+
+@pytest.mark.parametrize("families", STATEFUL)
+def test_a_failure_after_the_last_draft_leaves_the_state_before_it(families: Families) -> None:
+    """The runtime may have advanced the state of the forward that fails."""
+    prompt = numbers(1, 20)
+    ends: list[int] = []
+    expected, stop = stopping(families, prompt, 24)
+
+    def fault(batch: Batch) -> None:
+        (segment,) = batch.segments
+        if not segment.logits_to_keep and segment.past > len(prompt) and not ends:
+            bench.runtime._states[segment.state] = 77
+            ends.append(segment.past)
+            raise RuntimeError("on purpose")
+
+    bench = Bench(
+        families=families,
+        fault=fault,
+        proposer=Scripted(lambda generated: [*expected[len(generated) :][:3], 96, 95]),
+    )
+    bench.answer(prompt, stop=stop)
+    assert len(ends) == 1, "the answer did not end within a draft"
+    bench.cache.check()
+    after = [*map(int, prompt), *expected, *map(int, numbers(2, 6))]
+    later = bench.answer(after, max_tokens=4)
+    assert later.cached_tokens == ends[-1]
+    bench.expect(later)
 
 
 @pytest.mark.parametrize("families", STATEFUL)

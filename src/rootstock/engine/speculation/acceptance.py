@@ -15,11 +15,10 @@ def accepted_rows(item: ScheduledSequence) -> Iterator[int]:
     """
     sequence, accepted = item.sequence, 0
     sequence.draft_tokens += item.drafts
-    draft = item.tokens[len(item.tokens) - item.drafts :]
     yield 0
     for row in range(1, 1 + item.drafts):
         # A sequence that has ended has no lease.
-        if sequence.lease is not item.lease or sequence.generated[-1] != draft[row - 1]:
+        if sequence.lease is not item.lease or sequence.generated[-1] != item.tokens[row]:
             break
         accepted += 1
         sequence.accepted_draft_tokens += 1

@@ -149,7 +149,8 @@ def worth_verifying(
     """Chooses how many tokens of each draft to verify, so that the step yields the most tokens a second.
 
     chances[i][j] is the chance that token j of draft i is accepted, falling in j. longer[d-1] is the relative extra
-    time of a step with d draft tokens. `repeats`: behind a wrong token, the next step computes those before it again.
+    time of a step with d draft tokens. `repeats`: behind a wrong token, the next step computes those before it again,
+    and has no draft.
     `beside`: relative time that the drafts themselves take.
     """
     owner = np.repeat(np.arange(len(chances)), [len(of_draft) for of_draft in chances])
@@ -157,17 +158,32 @@ def worth_verifying(
     order = np.argsort(-all_chances, kind="stable")[: len(longer)]
     if not len(order):
         return Worth([0] * len(chances), 1.0)
-    time = 1.0 + beside + longer[: len(order)]
+    more = np.cumsum(all_chances[order])
     if repeats:
-        wrong = np.concatenate([-np.diff(of_draft, prepend=1.0) for of_draft in chances])
-        rows = np.concatenate([np.arange(1, 1 + len(of_draft)) for of_draft in chances])
-        time = time + np.cumsum((wrong * rows)[order]) * longer[0]
-    gain = (sequences + np.cumsum(all_chances[order])) / (sequences * time)
+        more = _more_with_pauses(all_chances[order].tolist(), owner[order].tolist())
+    gain = (sequences + more) / (sequences * (1.0 + beside + longer[: len(order)]))
     best = int(gain.argmax())
     if gain[best] < LEAST_GAIN:
         return Worth([0] * len(chances), float(gain[best]))
     counts: list[int] = np.bincount(owner[order[: best + 1]], minlength=len(chances)).tolist()
     return Worth(counts, float(gain[best]))
+
+
+def _more_with_pauses(chances: list[float], owners: list[int]) -> Floats:
+    """Returns the tokens more of a step with 1, 2, … draft tokens, in the order in which they are chosen.
+
+    A sequence whose draft has a wrong token has none in the next step, which gives it one token.
+    """
+    accepted: dict[int, float] = {}
+    gains: dict[int, float] = {}
+    total, more = 0.0, []
+    for chance, owner in zip(chances, owners, strict=True):
+        accepted[owner] = accepted.get(owner, 0.0) + chance
+        gained = accepted[owner] / (2.0 - chance)  # of 1 + (1 - chance) steps
+        total += gained - gains.get(owner, 0.0)
+        gains[owner] = gained
+        more.append(total)
+    return np.array(more)
 
 
 def could_pay(sequences: int, longer: Floats) -> bool:

@@ -49,13 +49,24 @@ class HeadProposer(NgramProposer):
         guesses = super()._guesses(sequences, leases, longer, repeats=repeats)
         open_ones = [
             number
-            for number, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True))
-            if guess is NO_GUESS and sequence.tokens_left > 1 and not sequence.request.images
+            for number, (sequence, lease, guess) in enumerate(zip(sequences, leases, guesses, strict=True))
+            if guess is NO_GUESS
+            and sequence.tokens_left > 1
+            and not sequence.request.images
+            and len(sequence.uncomputed(lease)) == 1
         ]
         open_ones = [number for number in open_ones if not sequences[number].acceptance.skip()]
         if not open_ones or self._heads is None:
             return guesses
-        segments = [_segment(sequences[number], leases[number]) for number in open_ones]
+        segments = [
+            Segment(
+                np.array(sequences[n].generated[-1:], np.int32),
+                leases[n].num_computed_tokens,
+                leases[n].tables,
+                0,
+            )
+            for n in open_ones
+        ]
         size = self._cache.block_size
         room = min(leases[n].table_blocks * size - s.past for n, s in zip(open_ones, segments, strict=True))
         most = self._worth_drafting(sequences, guesses, open_ones, longer, min(room, len(longer)), repeats)
@@ -110,9 +121,3 @@ class HeadProposer(NgramProposer):
             self._seconds[sequences] = seconds
         else:
             self._seconds[sequences] = known + _LEARNING * (min(seconds, 2 * known) - known)
-
-
-def _segment(sequence: Sequence, lease: Lease) -> Segment:
-    """Returns the last known token of a sequence, for a draft behind it."""
-    known = sequence.uncomputed(lease)
-    return Segment(known[-1:], lease.num_computed_tokens + len(known) - 1, lease.tables, 0)

@@ -85,9 +85,10 @@ class NgramProposer(Proposer):
 
     def forwarded(self, forward: Forward) -> None:
         if forward.only_decodes:
-            drafts = sum(item.drafts for item in forward.scheduled)
+            rows = sum(len(segment.tokens) for segment in forward.segments)
             context = sum(segment.past for segment in forward.segments)
-            self._cost.observe(len(forward.scheduled), drafts, context, forward.seconds)
+            more = rows - len(forward.scheduled)  # draft tokens, and some that are computed again
+            self._cost.observe(len(forward.scheduled), more, context, forward.seconds)
 
     def completed(self, sequence: Sequence, lease: Lease) -> None:
         """Adds the tokens that the sequence computed, and that were not cached, to its namespace's history."""
@@ -115,7 +116,7 @@ class NgramProposer(Proposer):
 
     def _guess(self, sequence: Sequence, lease: Lease) -> Guess:
         most = min(self._most, sequence.tokens_left - 1)
-        if most <= 0:
+        if most <= 0 or len(sequence.uncomputed(lease)) > 1:
             return NO_GUESS
         tokens, agreement = self._look_up(sequence, lease, most)
         tokens = possible(sequence, tokens)
