@@ -463,7 +463,10 @@ class Answer:
 def _told(text: str) -> str:
     """Removes ids and times from an answer."""
     text = re.sub(r"""(["'])[a-z]+[_-][0-9a-f]{24,}(_\d+|i\d+)?\1""", '"id"', text)
-    times = "created|created_at|completed_at|modified_at|last_seen_s_ago|idle_s|expected_pause_s|queued_s|lost_s|[a-z_]+_duration"
+    times = (
+        "created|created_at|completed_at|modified_at|last_seen_s_ago|idle_s|expected_pause_s|queued_s|lost_s|"
+        "[a-z_]+_duration"
+    )
     return re.sub(rf'"({times})": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
 
 
