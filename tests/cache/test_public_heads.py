@@ -171,7 +171,7 @@ def test_drafts_follow_own_tails_only() -> None:
     for namespace, follows in ((A, list(TAIL)[1:5]), (B, [])):
         lease = admitted(cache, HEAD, namespace)
         prefill(cache, lease)
-        assert cache.following(lease, ints([50]), 4).tolist() == follows
+        assert cache.following(lease, 50, 4).tolist() == follows
         cache.release(lease, ReleaseReason.FINISHED)
 
 

@@ -92,10 +92,10 @@ class Provenance:
                 provenance.computed(lease.scope, lease.tokens, first, lease.num_computed_tokens)
                 return plan
 
-            def following(self, lease: Lease, known: Tokens, most: int) -> Tokens:
-                draft = super().following(lease, known, most)
-                after = np.concatenate((lease.tokens, known, draft)).astype(np.int32)
-                first = max(lease.num_tokens + len(known), lease.scope.public_tokens)
+            def following(self, lease: Lease, last: int, most: int) -> Tokens:
+                draft = super().following(lease, last, most)
+                after = np.concatenate((lease.tokens, [last], draft)).astype(np.int32)
+                first = max(lease.num_tokens + 1, lease.scope.public_tokens)
                 for position in _positions(lease.scope, after, first, len(after)):
                     assert position in provenance._computed, "a draft of another tenant's tokens"
                 return draft

@@ -262,8 +262,8 @@ class KVCache:
             return None
         return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
 
-    def following(self, lease: Lease, known: Tokens, most: int) -> Tokens:
-        """Finds the tokens that once followed the lease's tokens and then the tokens `known`: at most `most` of them,
+    def following(self, lease: Lease, last: int, most: int) -> Tokens:
+        """Finds the tokens that once followed the lease's tokens and then the token `last`: at most `most` of them,
         as a draft of the next tokens. Changes nothing."""
         node = lease.node
         if node is None:
@@ -274,7 +274,9 @@ class KVCache:
             node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
         if not node.children:
             return NO_TOKENS
-        uncached = np.concatenate((lease.tokens[lease.num_cached_tokens :], known))
+        uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
+        uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
+        uncached[-1] = last
         return continuation(node, uncached, most)
 
     def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:

@@ -247,7 +247,7 @@ class Sequence:
 
     @property
     def costs(self) -> RequestCosts:
-        """What the request has taken, for the report of its session. It has a token, or its prompt is computed."""
+        """The costs of the request, for the report of its session. Its prompt is computed."""
         began = self.admitted_at if self.computed_at is None else self.computed_at
         first = began if self.first_token_at is None else self.first_token_at
         queued_s = 0.0 if self.admitted_at is None else self.admitted_at - self.submitted_at - self.held_s

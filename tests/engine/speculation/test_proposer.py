@@ -233,8 +233,8 @@ def test_of_two_continuations_the_last_used_one_is_drafted() -> None:
         match = bench.cache.match(np.array(prompt, np.int32), bench.engine.namespace(""))
         admitted = bench.cache.admit(match)
         assert isinstance(admitted, Admitted)
-        assert bench.cache.following(admitted.lease, np.array([1], np.int32), 8).tolist() == [last]
-        assert bench.cache.following(admitted.lease, np.array([4], np.int32), 8).tolist() == []
+        assert bench.cache.following(admitted.lease, 1, 8).tolist() == [last]
+        assert bench.cache.following(admitted.lease, 4, 8).tolist() == []
         bench.cache.release(admitted.lease, ReleaseReason.ABORTED)
 
 

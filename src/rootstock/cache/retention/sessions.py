@@ -97,7 +97,7 @@ class ExpectedPause:
 
 @dataclass(frozen=True, slots=True)
 class RequestCosts:
-    """What a request of a session has taken, as the engine tells at its end."""
+    """Costs of a request of a session, which the engine tells at its end."""
 
     queued_s: float
     prefill_s: float  # from its first forward to its first token

@@ -150,8 +150,7 @@ def worth_verifying(
 
     chances[i][j] is the chance that token j of draft i is accepted, falling in j. longer[d-1] is the relative extra
     time of a step with d draft tokens. `repeats`: behind a wrong token, the next step computes those before it again,
-    and has no draft.
-    `beside`: relative time that the drafts themselves take.
+    and has no draft. `beside`: relative time that the drafts themselves take.
     """
     owner = np.repeat(np.arange(len(chances)), [len(of_draft) for of_draft in chances])
     all_chances = np.concatenate(chances) if chances else np.empty(0)

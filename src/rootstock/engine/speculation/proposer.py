@@ -127,7 +127,7 @@ class NgramProposer(Proposer):
 
     def _look_up(self, sequence: Sequence, lease: Lease, most: int) -> tuple[Tokens, int]:
         """Returns the tokens found, and how many tokens before them agreed."""
-        behind = self._cache.following(lease, sequence.uncomputed(lease), most)
+        behind = self._cache.following(lease, sequence.generated[-1], most)
         if len(behind):
             return behind, LONGEST_AGREEMENT
         own = _history(sequence)

@@ -83,12 +83,7 @@ class StoredHead:
     def with_layer(self, config: Any) -> Any:
         """Returns a copy of a model's configuration with one more layer."""
         extended = copy.deepcopy(config)
-        text = extended.get_text_config(decoder=True)
-        text.num_hidden_layers = self.layer + 1
-        for name, kind in _KINDS.items():
-            kinds = getattr(text, name, None)
-            if isinstance(kinds, list):
-                setattr(text, name, [*kinds, kind or kinds[-1]])
+        _set_layers(extended.get_text_config(decoder=True), self.layer + 1)
         return extended
 
     @property
@@ -139,14 +134,14 @@ class HeadedDecoder:
     def __init__(self, model: nn.Module, head: DraftHead) -> None:
         self._model: Any = model
         self._decoder: Any = model.get_decoder()  # type: ignore[operator]
-        self._head = head
+        self.head = head
         self._decoder.draft_head = head
         self._decoder.register_forward_hook(self._hook, with_kwargs=True)
 
     def _hook(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = next((given for given in kwargs.values() if isinstance(given, HookedCache)), None)
         hidden = output[0]
-        previous = None if cache is None else cache.previous_hidden(self._head.index, hidden)
+        previous = None if cache is None else cache.previous_hidden(self.head.index, hidden)
         if previous is None:
             return
         embedded = kwargs.get("inputs_embeds")
@@ -155,12 +150,11 @@ class HeadedDecoder:
         self._rows(embedded, previous, kwargs["position_ids"], cache)
 
     def draft(
-        self, ids: Tensor, positions: Tensor, hidden: Tensor | None, cache: HookedCache
+        self, ids: Tensor, positions: Tensor, hidden: Tensor, cache: HookedCache
     ) -> tuple[Tensor, Tensor]:
-        """Computes rows of tokens [rows] at positions [rows]: of hidden states [1, rows, hidden] before them, or of
-        those that the cache holds. Returns logits [rows, vocab] and hidden states."""
-        previous = cache.kept_hidden(self._head.index) if hidden is None else hidden
-        out = self._rows(self._embedded(ids[None]), previous, positions[None], cache)
+        """Computes rows of tokens [rows] at positions [rows], of the hidden states [1, rows, hidden] before them.
+        Returns logits [rows, vocab] and the rows' own hidden states."""
+        out = self._rows(self._embedded(ids[None]), hidden, positions[None], cache)
         logits: Tensor = self._model.get_output_embeddings()(out)[0].float()
         return logits, out
 
@@ -179,7 +173,7 @@ class HeadedDecoder:
             past_key_values=cache,
             position_ids=axes if axes.dim() == 2 else axes[0],
         )
-        rows: Tensor = self._head(
+        rows: Tensor = self.head(
             embedded,
             hidden,
             attention_mask=mask,
@@ -201,12 +195,7 @@ def attach_head(
         raise AttributeError(f"{type(decoder).__name__} has no rotary positions")
     block = decoder.layers[stored.layer]
     decoder.layers = decoder.layers[: stored.layer]
-    text = text_config(model)
-    text.num_hidden_layers = stored.layer
-    for name in _KINDS:
-        kinds = getattr(text, name, None)
-        if isinstance(kinds, list):
-            setattr(text, name, kinds[: stored.layer])
+    _set_layers(text_config(model), stored.layer)
     weights = _read(files, {f"{stored.own}{part}.weight" for part in stored.names.parts})
     device = next(model.parameters()).device
     parts: list[nn.Module] = []
@@ -220,6 +209,15 @@ def attach_head(
         parts.append(made)
     head = DraftHead(stored.names, stored.layer, block, parts).eval()
     return HeadedDecoder(model, head)
+
+
+def _set_layers(text: Any, layers: int) -> None:
+    """Makes a configuration one of so many layers, at most one more than it has."""
+    text.num_hidden_layers = layers
+    for name, kind in _KINDS.items():
+        kinds = getattr(text, name, None)
+        if isinstance(kinds, list):
+            setattr(text, name, [*kinds, kind or kinds[-1]][:layers])
 
 
 def _read(files: Sequence[Path], names: set[str]) -> dict[str, Tensor]:

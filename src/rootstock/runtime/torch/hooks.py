@@ -254,11 +254,6 @@ class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         before, zeros at the start: here of one new sequence. None: the head is not to run."""
         return torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
 
-    def kept_hidden(self, layer_idx: int) -> Tensor:
-        """Returns the hidden states that are kept of the positions before each sequence's first row, [1, sequences,
-        hidden]."""
-        raise NotImplementedError
-
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         layer = next((a for a in (*args, *kwargs.values()) if isinstance(a, int)), None)
         raise LayerUnsupported("keeps state that this cache does not support", layer=layer)

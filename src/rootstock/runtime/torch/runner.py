@@ -134,10 +134,9 @@ def load_model(
         empty = empty_model(name, declared, trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
-        del empty
         head = _stored_head(tensors, declared, demands, device)
-        whole = declared if head is None else head.with_layer(declared)
-        empty = empty_model(name, whole, trust_remote_code=trusted)
+        if head is not None:
+            empty = empty_model(name, head.with_layer(declared), trust_remote_code=trusted)
         needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
@@ -502,7 +501,10 @@ class TorchRuntime:
                     torch.from_numpy(np.array(numbers, np.int64)).to(self._device)
                     for numbers in ([s.tokens[0] for s in segments], [s.past for s in segments])
                 )
-                logits, hidden = decoder.draft(ids, positions, hidden, PackedCache(pool, segments))
+                cache = PackedCache(pool, segments)
+                if hidden is None:
+                    hidden = cache.kept_hidden(decoder.head.index)
+                logits, hidden = decoder.draft(ids, positions, hidden, cache)
                 found.append(logits.softmax(-1).max(-1))
                 tokens = found[-1][1].cpu().numpy().astype(np.int32)
                 segments = [

@@ -127,6 +127,8 @@ class PackedCache(FusedStep):
         return previous
 
     def kept_hidden(self, layer_idx: int) -> Tensor:
+        """Returns the hidden states that are kept of the positions before each sequence's first row, [1, sequences,
+        hidden]."""
         memory = self._pool.layers[layer_idx]
         assert memory.hidden is not None, "a layer of a draft head keeps hidden states"
         size, spans = self._pool.block_size, self._spans[memory.family]
