@@ -133,7 +133,7 @@ class Subject:
 
 
 def _oracle(families: tuple[Family, ...], fault: Callable[[Batch], None]) -> FakeRuntime:
-    return FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
+    return FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault, computes_ahead=True)
 
 
 ORACLE = Subject(_oracle, takes_images=True)

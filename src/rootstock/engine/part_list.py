@@ -118,6 +118,7 @@ class EngineParts:
             max(1, SCORED_LOGITS_BYTES // (4 * described.vocab_size)),
             gate,
         )
+        scheduler.looks_ahead = runtime.computes_ahead and proposer is None
 
         def distrust(tokens: Tokens, scope: Scope, first: int) -> None:
             cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)

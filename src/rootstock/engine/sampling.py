@@ -79,6 +79,12 @@ class Sampler:
             for token in past:
                 progress.accept(token)
 
+    @property
+    def takes_most_likely(self) -> bool:
+        """True if it takes the token of the largest logit, unless that would end the answer too early."""
+        edits = self._penalties is not None or self._bias is not None or self.progress is not None
+        return self._draws is None and not edits
+
     def sample(self, logits: Row) -> SampledToken:
         """Samples the next token from `logits` [vocab], which stay unchanged.
 

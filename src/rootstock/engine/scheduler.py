@@ -9,7 +9,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -158,7 +158,20 @@ class ScheduledSequence:
             lease.draft_slot if self.is_forked else lease.slot,
             lease.scope.namespace.adapter,
             self.sequence.request.images,
+            lease.id,
         )
+
+    @property
+    def takes_most_likely(self) -> bool:
+        """True if the next step computes the most likely token behind the last one, unless that ends the answer."""
+        sequence = self.sequence
+        samples = self.computes_last_token and not self.drafts and sequence.sampler.takes_most_likely
+        return samples and sequence.tokens_left > 1
+
+    def following(self) -> Segment:
+        """Returns the segment behind this one, whose token is not known yet. The lease has rows for it."""
+        segment, past = self.segment(), self.lease.num_computed_tokens + len(self.tokens)
+        return replace(segment, tokens=NO_TOKENS, past=past, logits_to_keep=1)
 
     def row(self, index: int) -> ScheduledSequence:
         """Returns one token of a decode with drafts, as if it had a step of its own. With a copied state, the last
@@ -181,6 +194,7 @@ class StepPlan:
     scheduled: list[ScheduledSequence]
     to_load: list[Sequence]  # admitted in this step. Execute their plans before their loads begin.
     given_up: list[tuple[Sequence, RootstockError]]
+    following: dict[int, Segment]  # of the next step, for a runtime that computes ahead (`Batch`)
 
     def size(self) -> StepSize:
         """Counts the work of the forward, for the cost model. Call it before the forward."""
@@ -240,6 +254,7 @@ class Scheduler:
         self._others_decode: Callable[[], bool] = lambda: False
         self.explains_misses_of: int | None = None  # tokens; None: only requests that ask are explained
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
+        self.looks_ahead = False  # True: the runtime computes segments of the next step, too
         self.admits_one_by_one = (
             False  # True: memory is scarce, and no request is admitted while another runs
         )
@@ -326,7 +341,17 @@ class Scheduler:
             self._protect_hits_of_queued()  # for as long as it waits
         step.scheduled = [_up_to_checkpoint(item) for item in step.scheduled]
         self._add_drafts(step, self._chunk_tokens - self._counted(step))
-        return StepPlan(step.scheduled, step.to_load, step.given_up)
+        following = self._following(step) if self.looks_ahead else {}
+        return StepPlan(step.scheduled, step.to_load, step.given_up, following)
+
+    def _following(self, step: _Step) -> dict[int, Segment]:
+        """Returns the next step's segments that are known but for their token, with rows that no sequence needs."""
+        watermark = len(self._running)
+        return {
+            number: item.following()
+            for number, item in enumerate(step.scheduled)
+            if item.takes_most_likely and not self._extend_fails(item.lease, len(item.tokens) + 1, watermark)
+        }
 
     def _counted(self, step: _Step) -> int:
         """Counts the tokens of a step for the turns of tenants, and returns how many there are."""

@@ -143,7 +143,7 @@ class StepRunner:
         try:
             for act in self._hooks.before_forward:
                 act()
-            batch = Batch([item.segment() for item in plan.scheduled])
+            batch = Batch([item.segment() for item in plan.scheduled], plan.following)
             logits = self._forward(plan.scheduled, batch, constrained)
         except PoolsLost:
             self.counters.failed_steps += 1

@@ -3,8 +3,8 @@ forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -94,11 +94,16 @@ class Segment:
     adapter: str = ""  # fingerprint of a loaded LoRA adapter; empty: the base model
     # All images of the sequence's prompt, in order: the ones before `past` move the positions of later tokens.
     images: tuple[PlacedImage, ...] = ()
+    # Identifies the sequence's lease: its segments have the same tokens up to `past`. 0: unknown.
+    lease: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     segments: Sequence[Segment]  # at least one; each of another sequence
+    # For a runtime that computes ahead, by the number of a sequence's segment here: its segment in the next batch,
+    # unless its next token is not the most likely one, or it ends. `tokens` is empty; there are rows for one.
+    following: Mapping[int, Segment] = field(default_factory=dict)
 
     @property
     def new_tokens(self) -> int:
@@ -149,6 +154,12 @@ class Runtime(Protocol):
     @property
     def images(self) -> ImageReader | None:
         """The reader of images; None: the model sees none."""
+        ...
+
+    @property
+    def computes_ahead(self) -> bool:
+        """True if the device computes the `following` segments of a batch while the engine takes its results. They
+        may write to the rows of their tokens, although another token may come there."""
         ...
 
     def free_bytes(self) -> int:

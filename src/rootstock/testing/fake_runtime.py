@@ -155,7 +155,8 @@ def _seen(
 
 class FakeRuntime:
     """Oracle runtime. Calls `fault` with every batch before it runs; an exception from it fails the step, and
-    PoolsLost overwrites all rows."""
+    PoolsLost overwrites all rows. One that computes ahead spoils the rows of following tokens: all of them may be
+    wrong."""
 
     images = None
     draft_heads: DraftHeads | None = None
@@ -169,7 +170,9 @@ class FakeRuntime:
         weights: str = "fake",
         eos_token_ids: tuple[int, ...] = (),
         fault: Callable[[Batch], None] | None = None,
+        computes_ahead: bool = False,
     ) -> None:
+        self.computes_ahead = computes_ahead
         self.description = ModelDescription(
             name="fake",
             architecture="FakeForCausalLM",
@@ -278,6 +281,9 @@ class FakeRuntime:
             for segment, hashes in zip(batch.segments, states, strict=True)
             if segment.logits_to_keep
         ]
+        for segment in batch.following.values():
+            for pool, blocks in zip(self._pools, segment.tables, strict=True):
+                pool.write(blocks, np.array([12345], np.int32), segment.past, np.array([12345], np.uint64))
         return np.concatenate(rows) if rows else np.empty((0, self.description.vocab_size), np.float32)
 
     def expected_logits(self, tokens: Tokens, adapter: str = "") -> Logits:

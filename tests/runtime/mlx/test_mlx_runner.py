@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +16,7 @@ import pytest
 from mlx_checkpoints import logits_of
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.plan import BlockCopy, Plan, RowPart, RowsReturned, StateCopy
-from rootstock.cache.types import BlockId, SlotId, Tokens
+from rootstock.cache.types import NO_TOKENS, BlockId, SlotId, Tokens
 from rootstock.errors import PoolsLost
 from rootstock.runtime.base import Batch, ExecutionMode, Logits, Segment
 from rootstock.runtime.mlx.runner import MlxRuntime
@@ -137,6 +140,137 @@ def test_only_the_best_mode_attends_on_the_pools(mode: ExecutionMode) -> None:
     _, runtime = runtime_of("llama", mode)
     runtime.forward(Batch([segment(runtime, drawn(5))]))
     assert runtime.stats.attentions_on_pools == (3 if mode == "batched" else 0), "one for each layer"
+
+
+# ---- calls ahead
+
+
+def following(segment: Segment, lease: int, past: int) -> Segment:
+    """Makes the segment behind another one, of the same sequence."""
+    return replace(segment, tokens=NO_TOKENS, past=past, logits_to_keep=1, lease=lease)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("llama4", ALONE),
+        *itertools.product(["llama", "gemma3_text", "qwen3_next", "nemotron_h", "mamba"], MODES),
+    ],
+)
+def test_what_is_computed_ahead_counts_only_if_the_next_step_is_as_expected(
+    kind: str, mode: ExecutionMode
+) -> None:
+    """Four sequences, of which some go on with the most likely token, some with another, and some not at all, while
+    others begin, and rows of some are copied to other blocks, or come from outside."""
+    model, runtime = runtime_of(kind, mode, rows=10 * BLOCKS, block_size=BLOCK_SIZE)
+    random = np.random.default_rng(0)
+    answers: dict[int, list[int]] = {}
+    leases = itertools.count(1)
+    of_sequence: dict[int, int] = {}
+    asked_ahead = 0
+    for step in range(60):
+        segments, asked = list[Segment](), list[int]()
+        for number in range(4):
+            known = answers.get(number)
+            if known is None or len(known) > 40 or random.random() < 0.1:
+                if random.random() < 0.5:
+                    answers.pop(number, None)
+                    continue
+                answers[number] = known = drawn(int(random.integers(1, 9)), step).tolist()
+                of_sequence[number], past = next(leases), 0
+            elif random.random() < 0.1:
+                continue
+            else:
+                past = len(known) - 1
+            tokens = np.array(known[past:], np.int32)
+            segments.append(replace(of(runtime, number, tokens, past, 1), lease=of_sequence[number]))
+            asked.append(number)
+        if not segments:
+            continue
+        goes_on = {
+            i: following(segments[i], of_sequence[number], len(answers[number]))
+            for i, number in enumerate(asked)
+            if random.random() < 0.9
+        }
+        asked_ahead += len(goes_on)
+        logits = runtime.forward(Batch(segments, goes_on))
+        for row, number in enumerate(asked):
+            tokens = np.array(answers[number], np.int32)
+            assert_right(model, logits[row : row + 1], tokens, slice(len(tokens) - 1, len(tokens)))
+            expected = int(logits[row].argmax())
+            answers[number].append(expected if random.random() < 0.9 else (expected + 1) % 500)
+        if kind != "mamba" and random.random() < 0.2:  # writes to the pools between two steps
+            source, target = BlockId(9 * BLOCKS), BlockId(9 * BLOCKS + 1)
+            runtime.apply(Plan(copies=(BlockCopy(source, target, 3, 0),)))
+            part = RowPart(0, target, 2)
+            runtime.place(part, runtime.read(part))
+    assert runtime.pool_copies == 0
+    if mode != ALONE:
+        assert runtime.stats.taken_ahead > asked_ahead / 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lease": 2},
+        {"lease": 0},
+        {"state": SlotId(1)},
+        {"tokens": np.array([7], np.int32)},
+        {"logits_to_keep": 0},
+        {"tables": (np.arange(1, 9, dtype=np.int32),)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_segment_that_differs_from_the_expected_one_is_computed_anew(
+    kind: str, changed: dict[str, Any]
+) -> None:
+    model, runtime = runtime_of(kind, block_size=BLOCK_SIZE)
+    tokens = drawn(7)
+    first = replace(segment(runtime, tokens, keep=1), lease=1)
+    logits = runtime.forward(Batch([first], {0: following(first, 1, 7)}))
+    token = np.array([logits[0].argmax()], np.int32)
+    calls = runtime.stats.calls
+    # The rows that other tables and slots lead to are those of the first forward.
+    if kind == "qwen3_next":
+        runtime.apply(Plan(states=(StateCopy(SlotId(0), SlotId(1)),)))
+    for block in (0, 1):
+        runtime.apply(Plan(copies=(BlockCopy(BlockId(block), BlockId(block + 20), BLOCK_SIZE, 0),)))
+    if "tables" in changed:
+        changed = {"tables": (np.array([20, 21, *range(2, 8)], np.int32),)}
+    asked = replace(first, **({"tokens": token, "past": 7} | changed))
+    again = runtime.forward(Batch([asked]))
+    assert runtime.stats.taken_ahead == 0
+    assert runtime.stats.calls == calls + 1
+    if asked.logits_to_keep:
+        assert_right(model, again, np.concatenate((tokens, asked.tokens)), slice(7, 8))
+
+
+def test_a_step_after_the_expected_one_is_computed_anew() -> None:
+    model, runtime = runtime_of("llama")
+    tokens = drawn(7)
+    first = replace(segment(runtime, tokens, keep=1), lease=1)
+    runtime.forward(Batch([first], {0: following(first, 1, 7)}))
+    runtime.forward(Batch([replace(segment(runtime, drawn(3), blocks=range(20, 28)), lease=2)]))
+    token = np.array([own_logits(model, tokens)[6].argmax()], np.int32)
+    logits = runtime.forward(Batch([replace(first, tokens=token, past=7)]))
+    assert runtime.stats.taken_ahead == 0
+    assert_right(model, logits, np.concatenate((tokens, token)), slice(7, 8))
+
+
+def test_a_failure_ahead_fails_the_step_behind_which_it_was_begun() -> None:
+    _, broken, runtime = failing("llama")
+    first = replace(segment(runtime, drawn(6), keep=1), lease=1)
+    logits = runtime.forward(Batch([first]))
+    token = np.array([logits[0].argmax()], np.int32)
+    goes_on = replace(first, tokens=token, past=6)
+    broken.fails = True
+    with pytest.raises(PoolsLost):
+        runtime.forward(Batch([goes_on], {0: following(goes_on, 1, 7)}))
+    broken.fails = False
+    again = runtime.forward(Batch([first], {0: following(first, 1, 6)}))
+    assert np.array_equal(again, logits)
+    assert runtime.pool_copies == 0
 
 
 # ---- writes in place
@@ -304,7 +438,7 @@ def test_a_failure_holds_no_array_but_its_traceback_as_text() -> None:
     cause = lost.value.cause
     assert cause.__context__ is None
     assert cause.__cause__ is None
-    assert "in _call_model" in "".join(cause.__notes__)
+    assert "in _hand_over" in "".join(cause.__notes__)
     frames = []
     traceback = cause.__traceback__
     while traceback is not None:

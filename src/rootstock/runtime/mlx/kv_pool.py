@@ -46,6 +46,17 @@ def evaluate(arrays: Iterable[Any]) -> None:
         raise EvaluationFailed(error) from error
 
 
+def begin_evaluation(arrays: Iterable[mx.array]) -> None:
+    """Makes the device evaluate arrays, and does not wait for them. `evaluate` raises what goes wrong later. Raises
+    EvaluationFailed."""
+    try:
+        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            mx.synchronize()
+        raise EvaluationFailed(error) from error
+
+
 Slots = mx.array | tuple[int, int]
 """Slots of a pool [slots], or the run [first, end)."""
 

@@ -46,13 +46,7 @@ class MlxStatePool:
         if self._last is not None and self._last.slots == tuple(slots):
             return {path: list(arrays) for path, arrays in self._last.states.items()}
         self._split()
-        rows = [self._rows[slot] for slot in slots]
-        if len(rows) == 1:
-            return {path: list(arrays) for path, arrays in rows[0].items()}
-        return {
-            path: [_joined([row[path][number] for row in rows]) for number in range(len(rows[0][path]))]
-            for path in rows[0]
-        }
+        return joined([self._rows[slot] for slot in slots])
 
     def put(self, slots: Sequence[int], states: States) -> None:
         """Stores evaluated states [slots, …]. The pool owns the arrays from here on."""
@@ -100,7 +94,7 @@ class MlxStatePool:
         state: States = {path: [None] * len(shapes) for path, shapes in self._shapes.items()}
         for (path, number, shape), buffer in zip(self._kept(), buffers, strict=True):
             state[path][number] = from_host(buffer, shape.dtype, (1, *shape.shape))
-        evaluate(_arrays(state))
+        evaluate(arrays_of(state))
         self._rows[slot] = state
 
     def buffer_bytes(self) -> list[int]:
@@ -134,10 +128,20 @@ class MlxStatePool:
                 for path, arrays in last.states.items()
             }
         if not alone:
-            evaluate(array for slot in last.slots for array in _arrays(self._rows[slot]))
+            evaluate(array for slot in last.slots for array in arrays_of(self._rows[slot]))
 
 
-def _arrays(states: States) -> list[mx.array]:
+def joined(rows: Sequence[States]) -> States:
+    """Returns the states [sequences, …] of several sequences, each [1, …]."""
+    if len(rows) == 1:
+        return {path: list(arrays) for path, arrays in rows[0].items()}
+    return {
+        path: [_joined([row[path][number] for row in rows]) for number in range(len(rows[0][path]))]
+        for path in rows[0]
+    }
+
+
+def arrays_of(states: States) -> list[mx.array]:
     return [array for arrays in states.values() for array in arrays if array is not None]
 
 

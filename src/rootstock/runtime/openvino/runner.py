@@ -49,6 +49,7 @@ class OpenVinoRuntime:
 
     images = None
     draft_heads = None
+    computes_ahead = False
 
     @property
     def description(self) -> ModelDescription:

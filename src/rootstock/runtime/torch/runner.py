@@ -400,6 +400,10 @@ class TorchRuntime:
         return None if self._decoder is None else self
 
     @property
+    def computes_ahead(self) -> bool:
+        return False  # on a CPU nothing is beside; CUDA waits for each forward
+
+    @property
     def pool_copies(self) -> int | None:
         return None
 
