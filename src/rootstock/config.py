@@ -489,6 +489,16 @@ class ModelConfig:
         two_forms=True,
         per_model=True,
     )
+    recheck: bool = option(
+        False,
+        "recheck",
+        MODEL,
+        "Check a model again that has passed its self-check on this machine. Models of fewer than 100 million "
+        "parameters and those with code of their own are checked at each start.",
+        SWITCH,
+        per_model=True,
+        advanced=True,
+    )
     adapters: tuple[AdapterConfig, ...] = option(
         (),
         "adapter",

@@ -38,6 +38,7 @@ VALUES = {
     "trust-remote-code": "true",
     "kv-budget": "3MiB",
     "memory-check": "false",
+    "recheck": "true",
     "memory-limit": "3MiB",
     "kv-dtype": "int8",
     "state-dtype": "bfloat16",

@@ -237,12 +237,16 @@ class Scoring(ABC):
     def description(self) -> ModelDescription:
         return self._runtime.description
 
+    @property
+    def computes_ahead(self) -> bool:
+        return self._runtime.computes_ahead
+
     def apply(self, plan: Plan) -> None:
         self._runtime.apply(plan)
 
     def forward(self, batch: Batch) -> Logits:
         every = [replace(segment, logits_to_keep=len(segment.tokens)) for segment in batch.segments]
-        logits, wanted, row = self._runtime.forward(Batch(every)), [], 0
+        logits, wanted, row = self._runtime.forward(Batch(every, batch.following)), [], 0
         for segment in batch.segments:
             rows = logits[row : row + len(segment.tokens)]
             self._keep(segment, rows)

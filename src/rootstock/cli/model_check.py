@@ -28,7 +28,7 @@ def try_model(config: Configuration) -> list[tuple[str, str]]:
     Raises StartupError."""
     from rootstock.server.models.model_card import table_of, table_of_embedder
 
-    model, server = config.model, config.server
+    model, server = replace(config.model, recheck=True), config.server
     with LoadProgress() as progress:
         directory = locate_model(model, progress)
         if is_embedding_model(directory):

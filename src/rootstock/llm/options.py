@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     cuda_graphs: bool | None
     attention: str
     memory_check: bool
+    recheck: bool
     adapters: Mapping[str, str | Path]  # name → directory of a LoRA adapter
     # CacheConfig
     block_size: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -30,6 +30,7 @@ from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 from rootstock.runtime.torch.inspect.recurrent_mixers import refuse_forgetful_mixers
 from rootstock.runtime.torch.inspect.survey import Surveyed
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
+from rootstock.runtime.torch.passed_checks import PassedCheck, PassedChecks
 from rootstock.runtime.torch.self_check import self_check, use_attention
 from rootstock.runtime.trial import Disagreement
 
@@ -54,9 +55,20 @@ def choose_mode(
     make_runtime: Callable[[TorchExecution, Tuning], Runtime],
     progress: Callable[[float], None],
     compiled: Compiled | None = None,
+    checks: PassedChecks | None = None,
 ) -> TorchExecution:
-    """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
-    does."""
+    """Chooses the best execution mode that passes the self-check, or passed it before. Raises ModelUnsupported or
+    SelfCheckFailed if none does."""
+    if checks is not None and (known := checks.passed()) is not None:
+        try:
+            return _as_before(known, model, found, context_limit, describe)
+        except OutOfMemory:
+            raise
+        except Exception:  # nothing is believed of a check that does not fit the model
+            _log.warning("A remembered self-check does not fit; the model is checked again.", exc_info=True)
+            undo_fusion(model)
+            undo_parts(model)
+            checks.forget()
     modes: list[ExecutionMode] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
     if not found.states:
         modes.remove("packed, token-wise mixers")
@@ -89,14 +101,32 @@ def choose_mode(
             _log.warning(
                 "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
             )
-        reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
-        return replace(served, description=replace(served.description, mode_reason="; ".join(reasons)))
+        reason = "; ".join(dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])]))
+        if checks is not None:
+            checks.remember(PassedCheck(mode, kernel, fuses, reason, fusion.forms))
+        return replace(served, description=replace(served.description, mode_reason=reason))
     name = describe(sequential_layout(found)).name
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
         last = disagreements[-1]
         raise SelfCheckFailed(name, last.figure, last.allowed, last.quantity) from last
     raise ModelUnsupported(name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[-1]
+
+
+def _as_before(
+    known: PassedCheck,
+    model: nn.Module,
+    found: Surveyed,
+    context_limit: int,
+    describe: Callable[[TorchLayout], ModelDescription],
+) -> TorchExecution:
+    """Makes the model run as when it passed its check."""
+    layout = _set_mode(known.mode, model, found, context_limit)
+    fusion = _fuse(model, found, context_limit, known.parts) if known.fuses else NOTHING_FUSED
+    if dict(fusion.forms) != dict(known.parts):
+        raise ValueError("other parts of the model are fused")
+    description = replace(describe(layout), execution_mode=known.mode, mode_reason=known.reason)
+    return TorchExecution(layout, description, known.compiled, fusion)
 
 
 def _attempts(
@@ -114,12 +144,14 @@ def _attempts(
         yield mode, None, False
 
 
-def _fuse(model: nn.Module, found: Surveyed, context_limit: int) -> Fusion:
+def _fuse(
+    model: nn.Module, found: Surveyed, context_limit: int, known: Mapping[str, str] | None = None
+) -> Fusion:
     try:
         from rootstock.runtime.torch.fusion.find import fuse
     except ImportError:  # Numba is missing; attention_backends logs it
         return NOTHING_FUSED
-    return fuse(model, found, next(model.parameters()).device, context_limit)
+    return fuse(model, found, next(model.parameters()).device, context_limit, known)
 
 
 def _set_mode(mode: ExecutionMode, model: nn.Module, found: Surveyed, context_limit: int) -> TorchLayout:

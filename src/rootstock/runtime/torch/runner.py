@@ -69,6 +69,7 @@ from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
 from rootstock.runtime.torch.memory_fit import refuse_large_adapter, refuse_too_large, weight_bytes
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears, use_packed, weight_nbytes
+from rootstock.runtime.torch.passed_checks import LEAST_PARAMETERS, PassedChecks
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
@@ -194,6 +195,7 @@ def load_model(
         lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),
         compiled,
+        _passed_checks(config, model, weights, str(dtype), str(device), compiled, limit, head is not None),
     )
     report("pack", 0.0)
     projections = served.fusion.projections
@@ -235,6 +237,15 @@ def load_model(
     return TorchRuntime(
         model, stored, with_graphs=with_graphs, adapters=adapters, images=images, decoder=decoder
     )
+
+
+def _passed_checks(config: ModelConfig, model: nn.Module, *identity: object) -> PassedChecks | None:
+    """Returns where the model's check is remembered. None: it is checked at each load, as small models are, and
+    models whose code may read anything."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.recheck or config.trust_remote_code or parameters < LEAST_PARAMETERS:
+        return None
+    return PassedChecks(type(model).__name__, config.quantize, config.attention, *identity)
 
 
 def _read(

@@ -6,8 +6,8 @@ They are separate from the replacements (modules.py), which need Numba, because 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -96,6 +96,9 @@ class Fusion:
 
     parts: dict[str, Fused]  # by the module's name
     projections: tuple[Projection, ...]  # linear layers of all parts, in groups that are computed together
+    forms: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of parts that are found by comparing, by their names
 
 
 NOTHING_FUSED = Fusion({}, ())

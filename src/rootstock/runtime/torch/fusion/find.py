@@ -11,7 +11,7 @@ The self-check at load judges the model with its fused parts, like everything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -67,18 +67,34 @@ _RECURRENCES: tuple[FindParts, ...] = (
 Activation = Callable[[Tensor], Tensor]
 
 
-def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
+def fuse(
+    model: nn.Module,
+    found: Surveyed,
+    device: torch.device,
+    context_limit: int,
+    known: Mapping[str, str] | None = None,
+) -> Fusion:
     """Installs the fused forms of all parts that have one. Call `probe_packed` before; `undo_fusion` removes them.
-    Fuses on a CPU in float32 or bfloat16 only."""
+    Fuses on a CPU in float32 or bfloat16 only. `known`: the forms that agreed in an earlier process (`Fusion.forms`);
+    those of recurrent mixers are compared again."""
     # Some models keep decays or routers in float32. Norms are compared with their own result's dtype.
     dtypes = {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}
     if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
         return NOTHING_FUSED
-    return _Fuser(model, found, context_limit, dtypes.pop()).run()
+    return _Fuser(model, found, context_limit, dtypes.pop(), known).run()
 
 
 class _Fuser:
-    def __init__(self, model: nn.Module, found: Surveyed, context_limit: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Surveyed,
+        context_limit: int,
+        dtype: torch.dtype,
+        known: Mapping[str, str] | None,
+    ) -> None:
+        self._known = known
+        self._forms: dict[str, str] = {}
         self._model = model
         self._found = found
         last = context_limit - 1
@@ -110,7 +126,7 @@ class _Fuser:
                     module = named[name]
                     if module in self._calls and not is_fused(module):
                         self._try(name, module, kind)
-        return Fusion(self._parts, tuple(self._projections()))
+        return Fusion(self._parts, tuple(self._projections()), self._forms)
 
     def _projections(self) -> Iterator[Projection]:
         """Yields the projections whose linear layers are in no other: of two that share a layer, only the first."""
@@ -149,10 +165,15 @@ class _Fuser:
     def _try(self, name: str, module: nn.Module, kind: Callable[[nn.Module], Iterator[Fused]]) -> None:
         """Replaces the module's forward by the first form of this kind that agrees with it."""
         try:
-            for form in kind(module):
-                if self._agrees(module, form):
+            for number, form in enumerate(kind(module)):
+                told = f"{type(form).__name__} {number}"
+                if self._known is None:
+                    agrees = self._agrees(module, form)
+                else:
+                    agrees = self._known.get(name) == told and self._is_prepared(module, form)
+                if agrees:
                     module.forward = form
-                    self._parts[name] = form
+                    self._parts[name], self._forms[name] = form, told
                     return
         except LayerUnsupported:
             return
@@ -168,6 +189,18 @@ class _Fuser:
                 module.forward = form
                 self._parts[name] = form
                 return
+
+    def _is_prepared(self, module: nn.Module, form: Fused) -> bool:
+        """Gives a form of attention the scores that the module asks for. Returns whether it asks for any."""
+        if not isinstance(form, FusedAttention):
+            return True
+        args, kwargs = self._calls[module]
+        own = _Recorder(len(self._places), self._states)
+        module.forward(*args, **_given(kwargs, 1.0, own))
+        if form.index not in own.scores:
+            return False
+        form.scores = own.scores[form.index]
+        return True
 
     def _agrees(self, module: nn.Module, form: Fused) -> bool:
         args, kwargs = self._calls[module]
