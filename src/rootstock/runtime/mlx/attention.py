@@ -30,6 +30,8 @@ class PoolAttention:
     def __init__(self, kernel: PagedKernel | None) -> None:
         self.counters = AttentionCounters()
         self._kernel = kernel
+        # On a CPU, MLX copies the heads of a view one by one in each product. One copy of all is faster.
+        self._copies_views = mx.default_device().type == mx.DeviceType.cpu
 
     def attend(
         self,
@@ -100,6 +102,8 @@ class PoolAttention:
                 visible[None].transpose(0, 2, 1, 3)  # [1, heads, positions, dim]
                 for visible in (stand_in.pool.keys_at(slots), stand_in.pool.values_at(slots))
             )
+        if self._copies_views:
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
         attended = _own_attention()(
             query[row : row + 1, :, :new], keys, values, scale=scale, mask=seen, sinks=sinks
         )
