@@ -94,8 +94,8 @@ class Segment:
     adapter: str = ""  # fingerprint of a loaded LoRA adapter; empty: the base model
     # All images of the sequence's prompt, in order: the ones before `past` move the positions of later tokens.
     images: tuple[PlacedImage, ...] = ()
-    # Identifies the sequence's lease: its segments have the same tokens up to `past`. 0: unknown.
-    lease: int = 0
+    # Identifies the sequence's lease: its segments have the same tokens up to `past`. -1: unknown.
+    lease: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ def test_what_is_computed_ahead_counts_only_if_the_next_step_is_as_expected(
     "changed",
     [
         {"lease": 2},
-        {"lease": 0},
+        {"lease": -1},
         {"state": SlotId(1)},
         {"tokens": np.array([7], np.int32)},
         {"logits_to_keep": 0},
