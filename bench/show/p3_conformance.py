@@ -4,7 +4,8 @@
 the suite. No finding.
 *Mutations*: the same server with one mistake at a time. Each must be found.
 *Peers*: mlx-lm's server, llama.cpp's and vLLM's, where options name an interpreter that has them, and ours, on the
-same checkpoints: a Llama, and where a server has it a hybrid (three of four layers gated delta nets).
+same checkpoints: a Llama, and where a server has it a hybrid (three of four layers gated delta nets). All compute in
+float32, with weights that bfloat16 holds exactly: in bfloat16, another division into chunks gives other tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from common import argument_parser, at_least, conclude, exactly
 from conformance_mutations import MUTATIONS
 from llamas import write_chatting
 from peers import PeerProcess, PeerUnavailable, free_port, llama_server, rootstock_server, vllm_server
+from safetensors.torch import load_file, save_file
 
 from rootstock.bench.tiny_model import DEMO_SPEC, write_tiny_model
 from rootstock.cache.families import Family, row_bytes
@@ -138,26 +141,45 @@ def mlx_server(model: Path) -> PeerProcess:
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
     hub = model.parent / "hub"
     hub.mkdir(exist_ok=True)  # its list of models reads it
-    return PeerProcess(command, port, {"HF_HUB_CACHE": str(hub)}, ready_within_s=120.0)
+    # Without compiled functions: on a CPU, MLX would call a C++ compiler for each.
+    environment = {"HF_HUB_CACHE": str(hub), "MLX_DISABLE_COMPILE": "1"}
+    return PeerProcess(command, port, environment, ready_within_s=120.0)
+
+
+def save_as(source: Path, target: Path, *dtypes: torch.dtype) -> None:
+    """Writes a checkpoint's weights in another dtype: those of `dtypes`, one after the other."""
+    file = source / "model.safetensors"
+    weights = load_file(file)
+    for dtype in dtypes:
+        weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    save_file(weights, target / file.name, metadata={"format": "pt"})
+
+
+def in_bfloat16(model: Path) -> Path:
+    """Copies a checkpoint whose numbers are those of bfloat16, for the converter to GGUF."""
+    copied = model.with_name(f"{model.name} bfloat16")
+    shutil.copytree(model, copied)
+    save_as(model, copied, torch.bfloat16)
+    return copied
 
 
 def peer_of(name: str, model: Path, kind: str, given: Any) -> PeerProcess:
     """Returns a server of a model. Raises PeerUnavailable."""
     if name == "rootstock":
-        return rootstock_server(model)
+        return rootstock_server(model, "--dtype", "float32")
     if name == "mlx_lm":
         return mlx_server(model)
     python = getattr(given, f"{name}_python")
     if python is None:
         raise PeerUnavailable(f"neither --{name.replace('_', '-')}-python nor its variable is given")
     if name == "vllm":
-        return vllm_server(python, model, "0-1", PEER_CONTEXT)
+        return vllm_server(python, model, "0-1", PEER_CONTEXT, "float32")
     if kind != "llama":
         raise PeerUnavailable("no converter of this checkpoint is at hand")
     gguf = model.with_suffix(".gguf")
     if not gguf.exists():
         script = Path(__file__).with_name("llama_gguf.py")
-        subprocess.run([python, str(script), str(model), str(gguf), "bfloat16"], check=True)
+        subprocess.run([python, str(script), str(in_bfloat16(model)), str(gguf), "bfloat16"], check=True)
     return llama_server(python, gguf, threads=2, slots=4, context_tokens=4 * PEER_CONTEXT)
 
 
@@ -168,6 +190,7 @@ def peers(given: Any) -> dict[str, Any]:
         models = {"llama": Path(folder, "llama"), "hybrid": Path(folder, "hybrid")}
         models["llama"].mkdir()
         write_tiny_model(DEMO_SPEC, models["llama"])
+        save_as(models["llama"], models["llama"], torch.bfloat16, torch.float32)
         write_chatting(models["hybrid"], "qwen3_next", **HYBRID)
         for kind, model in models.items():
             for name in given.servers.split(","):

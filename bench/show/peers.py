@@ -159,8 +159,10 @@ def llama_server(python: str, gguf: Path, threads: int, slots: int, context_toke
     return PeerProcess([python, str(script), str(gguf), *map(str, arguments)], port, ready_path="/health")
 
 
-def vllm_server(python: str, model: Path, bind: str, context_tokens: int) -> PeerProcess:
-    """Returns vLLM's server on a CPU, in bfloat16 with prefix caching.
+def vllm_server(
+    python: str, model: Path, bind: str, context_tokens: int, dtype: str = "bfloat16"
+) -> PeerProcess:
+    """Returns vLLM's server on a CPU with prefix caching.
 
     bind    the processors of its threads, or "auto", with which it keeps one processor for the server
 
@@ -169,7 +171,7 @@ def vllm_server(python: str, model: Path, bind: str, context_tokens: int) -> Pee
     port = free_port()
     command = [
         *(str(Path(python).with_name("vllm")), "serve", str(model), "--served-model-name", str(model)),
-        *("--dtype", "bfloat16", "--max-model-len", str(context_tokens), "--max-num-seqs", "32"),
+        *("--dtype", dtype, "--max-model-len", str(context_tokens), "--max-num-seqs", "32"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
