@@ -3,12 +3,13 @@
 A Llama of 530M in bfloat16, as it lies on disk, with a tokenizer. Its file has been read before, so that no side
 waits for the disk.
 
-  transformers   a process that imports transformers, and loads the tokenizer and the model with its own dtype
-  ours, cold     `rootstock serve` without compiled kernels from an earlier start, until it says that it is ready
+  transformers   a process that imports transformers, and loads the tokenizer and the model in the dtype of ours
+  ours, cold     `rootstock serve` without compiled kernels and a self-check from an earlier start, until it is ready
   ours, cached   the same command again
 
 Sides take turns. Memory is the peak of the resident set (VmHWM) when the side is ready, against the bytes of the
-weights and the K and V that the server may hold (`--kv-budget 1GiB`, of which nothing is used yet).
+weights in that dtype and the K and V that the server may hold (`--kv-budget 1GiB`, of which nothing is used yet). A
+peak counts the pages of the file, too, which the system can take back.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import argument_parser, at_most, conclude
 from llamas import say, write_chatting_llama
 
 from rootstock.bench.serving import ServerProcess
+from rootstock.runtime.torch.runner import resolve_dtype
 
 SHOW = "P4"
 POOL_BYTES = 1 << 30
@@ -34,7 +37,7 @@ OF_TRANSFORMERS = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2])
 print(open("/proc/self/status").read())
 """
 
@@ -45,10 +48,10 @@ def peak_bytes(status: str) -> int:
     return int(found[1]) * 1024
 
 
-def by_transformers(model: Path) -> tuple[float, int]:
+def by_transformers(model: Path, dtype: str) -> tuple[float, int]:
     """Returns the seconds of transformers' load, and its peak."""
     began = time.monotonic()
-    command = [sys.executable, "-c", OF_TRANSFORMERS, str(model)]
+    command = [sys.executable, "-c", OF_TRANSFORMERS, str(model), dtype]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     return time.monotonic() - began, peak_bytes(told.stdout)
 
@@ -70,18 +73,21 @@ def main() -> None:
     found: dict[str, list[tuple[float, int]]] = {"transformers": [], "cold": [], "cached": []}
     with tempfile.TemporaryDirectory() as temporary:
         model = write_chatting_llama(given.model, Path(temporary) / "model")
-        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        dtype = resolve_dtype("auto", torch.device("cpu"))
+        stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        weights = stored * dtype.itemsize // torch.bfloat16.itemsize
         for file in model.glob("*.safetensors"):
             file.read_bytes()
         for number in range(given.rounds):
             os.environ["NUMBA_CACHE_DIR"] = str(Path(temporary) / f"kernels {number}")
-            found["transformers"].append(by_transformers(model))
+            os.environ["XDG_CACHE_HOME"] = str(Path(temporary) / f"checks {number}")
+            found["transformers"].append(by_transformers(model, str(dtype).removeprefix("torch.")))
             found["cold"].append(by_server(model))
             found["cached"].append(by_server(model))
             say(str({side: each[-1] for side, each in found.items()}))
     seconds = {side: statistics.median(each[0] for each in all_) for side, all_ in found.items()}
     peaks = {side: max(each[1] for each in all_) for side, all_ in found.items()}
-    figures: dict[str, Any] = {"weights_mib": weights >> 20}
+    figures: dict[str, Any] = {"weights_mib": weights >> 20, "dtype": str(dtype)}
     figures |= {f"{side}_s": round(each, 2) for side, each in seconds.items()}
     figures |= {f"{side}_peak_mib": each >> 20 for side, each in peaks.items()}
     for side in ("cold", "cached"):
