@@ -5,7 +5,8 @@ the suite. No finding.
 *Mutations*: the same server with one mistake at a time. Each must be found.
 *Peers*: mlx-lm's server, llama.cpp's and vLLM's, where options name an interpreter that has them, and ours, on the
 same checkpoints: a Llama, and where a server has it a hybrid (three of four layers gated delta nets). All compute in
-float32, with weights that bfloat16 holds exactly: in bfloat16, another division into chunks gives other tokens.
+float32: in bfloat16, another division into chunks gives other tokens. The Llama's weights are numbers of bfloat16, so
+that a GGUF file holds them exactly.
 """
 
 from __future__ import annotations

@@ -75,15 +75,12 @@ class Sampler:
         self._draws = None if params.greedy else _draws_from(seed, len(past))
         self._ends = frozenset(self._eos.tolist())
         self.progress = progress
+        self._edits = self._penalties is not None or self._bias is not None or progress is not None
+        # It takes the token of the largest logit, unless that would end the answer too early.
+        self.takes_most_likely = params.greedy and not self._edits
         if progress is not None:
             for token in past:
                 progress.accept(token)
-
-    @property
-    def takes_most_likely(self) -> bool:
-        """True if it takes the token of the largest logit, unless that would end the answer too early."""
-        edits = self._penalties is not None or self._bias is not None or self.progress is not None
-        return self._draws is None and not edits
 
     def sample(self, logits: Row) -> SampledToken:
         """Samples the next token from `logits` [vocab], which stay unchanged.
@@ -116,7 +113,7 @@ class Sampler:
     def _edited(self, logits: Row) -> Row:
         """Returns an edited copy, or `logits` itself if there is nothing to edit."""
         too_early = self._sampled < self._min_tokens and self._eos.size > 0
-        if self._penalties is None and self._bias is None and self.progress is None and not too_early:
+        if not self._edits and not too_early:
             return logits
         row = logits.copy()
         if self._penalties is not None:

@@ -41,9 +41,8 @@ class PassedCheck:
     compiled: Compiled | None
     fuses: bool
     reason: str  # why no better mode is used, and remarks
-    parts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the form of each fused part, by the module's name
+    # The form of each fused part, by the module's name.
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 class PassedChecks:

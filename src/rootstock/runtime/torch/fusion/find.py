@@ -167,11 +167,10 @@ class _Fuser:
         try:
             for number, form in enumerate(kind(module)):
                 told = f"{type(form).__name__} {number}"
-                if self._known is None:
-                    agrees = self._agrees(module, form)
-                else:
-                    agrees = self._known.get(name) == told and self._is_prepared(module, form)
-                if agrees:
+                if self._known is not None and self._known.get(name) != told:
+                    continue
+                agrees = self._agrees if self._known is None else self._is_prepared
+                if agrees(module, form):
                     module.forward = form
                     self._parts[name], self._forms[name] = form, told
                     return
