@@ -115,12 +115,17 @@ def test_a_head_computes_on_the_pools_what_it_computes_alone(headed: Any, model_
     random = np.random.default_rng(0)
     vocab = runtime.description.vocab_size
     running = [driver.start(random_tokens(vocab, length, length)) for length in (40, 29, 3)]
+    whole_rows: list[int] = []
+    assert runtime._decoder is not None
+    runtime._decoder.head.norm.register_forward_hook(lambda *_: whole_rows.append(1))
     while work := {r: int(random.integers(1, 12)) for r in running if r.past < len(r.tokens) - 1}:
         driver.step({r: min(new, len(r.tokens) - 1 - r.past) for r, new in work.items()})
         moved = running[int(random.integers(len(running)))]
         driver.move(moved)
+    assert not whole_rows, "a step computes more of the head than K and V"
     segments = [Segment(r.tokens[-1:], r.past, r.tables, 0) for r in running]
     drafted, chances = runtime.draft(Batch(segments), 1)
+    assert whole_rows
     for r, token, chance in zip(running, drafted[:, 0], chances[:, 0], strict=True):
         exact = reference.draft(r.tokens)[-1].softmax(-1)
         assert int(token) == int(exact.argmax())

@@ -7,13 +7,14 @@ kept beside them, so that a cached prefix is continued exactly: hits, tiers and 
 first position has no hidden state before it, and takes zeros.
 
 transformers drops heads. Here the checkpoint's layer is loaded as a further layer of the model, by the same code as
-all others, and taken out behind it. The rows of a step are computed in its forward, by a hook on the decoder. A draft
-is computed between two steps: token after token from the head's own hidden state, which is not exact, so that the
-next step writes these rows again.
+all others, and taken out behind it. The K and V of a step's rows are computed in its forward, by a hook on the
+decoder, and nothing behind them. A draft is computed between two steps: token after token from the head's own hidden
+state, which is not exact, so that the next step writes these rows again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from rootstock.runtime.torch.hooks import HookedCache
+from rootstock.runtime.torch.hooks import HookedCache, RowsWritten
 from rootstock.runtime.torch.inspect.config import text_config
 
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": None}  # lists by layer; None: as the last one
@@ -147,7 +148,8 @@ class HeadedDecoder:
         embedded = kwargs.get("inputs_embeds")
         if embedded is None:
             embedded = self._embedded(kwargs.get("input_ids", args[0] if args else None))
-        self._rows(embedded, previous, kwargs["position_ids"], cache)
+        with contextlib.suppress(RowsWritten):  # nothing reads what follows them
+            self._rows(embedded, previous, kwargs["position_ids"], cache)
 
     def draft(
         self, ids: Tensor, positions: Tensor, hidden: Tensor, cache: HookedCache

@@ -53,6 +53,10 @@ class LayerUnsupported(Exception):
         super().__init__(f"{' '.join(where) or 'the model'} {reason}")
 
 
+class RowsWritten(Exception):
+    """Signal of a cache: the K and V that a forward was run for are written, and the rest of it is not needed."""
+
+
 class AttentionCall(NamedTuple):
     """Arguments of a module's call of attention."""
 
@@ -251,7 +255,9 @@ class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def previous_hidden(self, layer_idx: int, hidden: Tensor) -> Tensor | None:
         """Keeps the model's last hidden states [1, rows, hidden] for a draft head's layer. Returns those of the rows
-        before, zeros at the start: here of one new sequence. None: the head is not to run."""
+        before, zeros at the start: here of one new sequence. None: the head is not to run.
+
+        Only the K and V of the head's layer are needed then: the cache may raise RowsWritten when it has them."""
         return torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:

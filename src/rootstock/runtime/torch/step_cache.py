@@ -21,7 +21,7 @@ from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
-from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
+from rootstock.runtime.torch.hooks import AttentionCall, RowsWritten, expansion, mark
 from rootstock.runtime.torch.images.both_directions import BothDirections, runs_of
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
@@ -57,6 +57,7 @@ class PackedCache(FusedStep):
             for family in range(len(pool.families))
         ]
         self._attention: dict[tuple[Kernel, int], Any] = {}  # StepAttention or LatentStepAttention
+        self._last: int | None = None  # layer behind whose K and V nothing is needed
         self._runs = runs_of(segments) if any(segment.images for segment in segments) else []
         self._offsets: Tensor | None = None
         self._sequences: Tensor | None = None
@@ -70,6 +71,7 @@ class PackedCache(FusedStep):
         memory = self._pool.layers[layer_idx]
         key, value = (states[0].transpose(0, 1) for states in (key_states, value_states))
         key, value = memory.write(self._slots[memory.family], key, value)
+        self._end_at(layer_idx)
         layer = _PooledLayer(memory, self._prepared(memory), key, value)
         mark(key_states, value_states, layer)
         return key_states, value_states
@@ -100,6 +102,7 @@ class PackedCache(FusedStep):
         memory = self._pool.layers[index]
         if not is_kept:
             key, value = memory.write(self._slots[memory.family], key, value)
+        self._end_at(index)
         attention: Any = self._prepared(memory)  # not for latents, which are never fused
         attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
         return attended
@@ -120,11 +123,17 @@ class PackedCache(FusedStep):
     def previous_hidden(self, layer_idx: int, hidden: Tensor) -> Tensor | None:
         memory = self._pool.layers[layer_idx]
         assert memory.hidden is not None, "a layer of a draft head keeps hidden states"
+        self._last = layer_idx
         before = self.kept_hidden(layer_idx)
         memory.hidden.index_copy_(0, self._slots[memory.family], hidden[0])
         previous = hidden.roll(1, 1)
         previous[0, self._tensor(np.array([span.row for span in self._spans[memory.family]]))] = before[0]
         return previous
+
+    def _end_at(self, index: int) -> None:
+        """Raises RowsWritten behind the K and V of the last layer that is needed."""
+        if index == self._last:
+            raise RowsWritten
 
     def kept_hidden(self, layer_idx: int) -> Tensor:
         """Returns the hidden states that are kept of the positions before each sequence's first row, [1, sequences,
