@@ -21,7 +21,7 @@ from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
-from rootstock.engine.speculation.draft_cost import AcceptanceRate
+from rootstock.engine.speculation.draft_cost import AcceptanceRate, Guess
 from rootstock.engine.speculation.ngrams import TokenHistory
 from rootstock.text.constraints.progress import AnswerProgress
 from rootstock.text.detokenizer import Detokenizer, NoText
@@ -123,7 +123,9 @@ class Sequence:
     explanation: Explanation | None = None  # of the hit, for a diagnosis
     hint_outcomes: tuple[HintOutcome, ...] = ()  # of its first admission
     may_load: bool = True  # from a tier: False after a load that took too long
-    acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)  # of its drafts
+    lookup_rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # of drafts by lookup
+    head_rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # of drafts by the model's heads
+    guess: Guess | None = None  # its last draft, until it is compared with the tokens that came
     draft_tokens: int = 0  # verified
     accepted_draft_tokens: int = 0
     history: TokenHistory | None = None  # its own tokens, once a draft was looked up

@@ -7,6 +7,7 @@ import pytest
 
 from rootstock.engine.speculation.draft_cost import (
     AcceptanceRate,
+    Calibration,
     DraftCost,
     Floats,
     could_pay,
@@ -30,8 +31,8 @@ def learnt(cost_of_a_row: float, sequences: int = 1, drafts: int = 4) -> DraftCo
 def test_right_drafts_raise_the_expected_acceptance_and_wrong_ones_lower_it() -> None:
     right, wrong = AcceptanceRate(), AcceptanceRate()
     for _ in range(10):
-        right.verified(4, 4)
-        wrong.verified(4, 0)
+        right.compared(4, 4)
+        wrong.compared(4, 0)
     assert right.probability(0.5) > 0.95
     assert wrong.probability(0.5) < 0.15
 
@@ -42,20 +43,28 @@ def test_after_misses_in_a_row_drafts_pause_longer_and_longer() -> None:
     for _ in range(300):
         if not acceptance.skip():
             tries += 1
-            acceptance.verified(3, 0)
+            acceptance.compared(3, 0)
     assert 5 <= tries <= 12
     while acceptance.skip():
         pass
-    acceptance.verified(3, 1)  # one that is right ends it
-    acceptance.verified(3, 0)
+    acceptance.compared(3, 1)  # one that is right ends it
+    acceptance.compared(3, 0)
     assert not acceptance.skip()
 
 
-def test_a_draft_that_the_end_of_the_answer_cut_short_was_not_wrong() -> None:
-    cut, wrong = AcceptanceRate(), AcceptanceRate()
-    cut.verified(8, 3, cut_short=True)
-    wrong.verified(8, 3)
-    assert cut.probability(0.5) > wrong.probability(0.5)
+def test_a_calibration_learns_how_sure_a_source_is() -> None:
+    calibration = Calibration(3)
+    assert calibration.chance(1, 0.9) == pytest.approx(0.9)
+    for number in range(400):
+        calibration.learn(0, came=number % 10 == 0)
+        calibration.learn(2, came=True)
+    assert calibration.chance(0, 0.9) < 0.2
+    assert calibration.chance(1, 0.9) == pytest.approx(0.9)
+    assert calibration.chance(2, 0.1) > 0.95
+    assert 0.5 < calibration.overall(0.9) < 0.6
+    for _ in range(2000):
+        calibration.learn(2, came=False)
+    assert calibration.chance(2, 0.9) < 0.05, "it forgets"
 
 
 def test_drafts_are_as_long_as_they_are_likely() -> None:

@@ -19,7 +19,7 @@ from draft_checkpoints import HEADED, names_of, read_config, save_headed
 from engine.helpers import Bench, numbers
 from image_checkpoints import save_images
 from image_schedules import Player
-from rootstock.cache.types import Tokens
+from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.config import ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.speculation.heads import HeadProposer
@@ -175,6 +175,29 @@ def _be_free(engine: Engine) -> None:
         proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
         proposer._cost.relative = lambda sequences, seconds: 0.0
         proposer._heads = Sure(proposer._heads)
+
+
+def test_a_head_that_is_right_more_often_than_it_says_is_believed_in_time(headed: Any) -> None:
+    """What a head drafts is compared with what comes, even if it was not worth verifying."""
+    prompt = numbers(1, 50)
+    plain = Bench(400, 8, runtime=load(headed("qwen2"), heads=False), idle_work=False)
+    expected = plain.answer(prompt, max_tokens=60).tokens
+
+    class Modest:
+        def draft(self, batch: Batch, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+            first = batch.segments[0].past - len(prompt) + 1
+            tokens = [*expected[first : first + most], *[0] * most][:most]
+            return np.array([tokens], np.int32), np.full((1, most), 0.2, np.float32)
+
+    bench = Bench(400, 8, runtime=load(headed("qwen2")), draft_tokens=None, idle_work=False)
+    proposer: Any = bench.engine.parts.proposer
+    proposer._heads = Modest()
+    proposer._look_up = lambda sequence, lease, most: (NO_TOKENS, 0)
+    proposer._cost.longer = lambda sequences, context, most: 0.4 * np.arange(1, most + 1)
+    proposer._cost.relative = lambda sequences, seconds: 0.01
+    assert bench.answer(prompt, max_tokens=60).tokens == expected
+    counters = bench.engine.stats().counters
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 10
 
 
 def test_a_head_in_an_unknown_form_is_left_out(headed: Any) -> None:

@@ -13,14 +13,12 @@ def accepted_rows(item: ScheduledSequence) -> Iterator[int]:
     Sample from each row before asking for the next. Row 0 follows the last known token. Row i counts if row i-1
     sampled the i-th draft token. Rows that are not yielded hold void K/V, which the next step overwrites.
     """
-    sequence, accepted = item.sequence, 0
+    sequence = item.sequence
     sequence.draft_tokens += item.drafts
     yield 0
     for row in range(1, 1 + item.drafts):
         # A sequence that has ended has no lease.
         if sequence.lease is not item.lease or sequence.generated[-1] != item.tokens[row]:
             break
-        accepted += 1
         sequence.accepted_draft_tokens += 1
         yield row
-    sequence.acceptance.verified(item.drafts, accepted, cut_short=sequence.lease is not item.lease)

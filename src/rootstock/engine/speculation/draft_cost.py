@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rootstock.cache.types import NO_TOKENS, Tokens
 
 Floats = NDArray[np.float64]
 
@@ -15,6 +18,8 @@ LEAST_GAIN = 1.02  # least expected speed-up at which drafts are verified
 _FORGETTING = 0.95  # a draft multiplies the weight of the earlier ones by this
 _BELIEF = 2.0  # weight of the first guess, in tokens of evidence
 _LONGEST_PAUSE = 64  # steps
+_PRIOR = 8.0  # weight of a source's own measure, in tokens of evidence
+_REMEMBERING = 0.998  # of the evidence of all sequences
 
 _BUCKETS = 8  # 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, and more
 _LEARNING = 0.3  # weight of one more observation
@@ -45,16 +50,58 @@ class AcceptanceRate:
             return True
         return False
 
-    def verified(self, drafted: int, accepted: int, *, cut_short: bool = False) -> None:
-        """Learns from one draft. `cut_short`: the sequence ended, so tokens after the accepted ones are unknown."""
-        self._right = self._right * _FORGETTING + accepted
-        self._wrong = self._wrong * _FORGETTING + (accepted < drafted and not cut_short)
-        if accepted:
+    def compared(self, tokens: int, right: int) -> None:
+        """Learns from one draft of which so many tokens could be compared with those that came."""
+        self._right = self._right * _FORGETTING + right
+        self._wrong = self._wrong * _FORGETTING + (right < tokens)
+        if right:
             self._misses = 0
             return
         self._misses += 1
         if self._misses > 1:
             self._pause = min(2 ** (self._misses - 1), _LONGEST_PAUSE)
+
+
+class Calibration:
+    """Rates at which draft tokens come, by how sure their source is of them, over all sequences.
+
+    A source's own measure says too much or too little: a long agreement of random words is chance, and a head's
+    probability is not the chance that the model's most likely token is the same.
+    """
+
+    def __init__(self, levels: int) -> None:
+        """`levels`: numbers by which the source says how sure it is."""
+        self._right = [0.0] * levels
+        self._wrong = [0.0] * levels
+
+    def chance(self, level: int, guess: float) -> float:
+        """Estimates the chance that a token comes if those before it did. `guess` is the prior."""
+        right = self._right[level]
+        return (right + _PRIOR * guess) / (right + self._wrong[level] + _PRIOR)
+
+    def overall(self, guess: float) -> float:
+        """Estimates that chance for a token of which nothing is known."""
+        right = sum(self._right)
+        return (right + _PRIOR * guess) / (right + sum(self._wrong) + _PRIOR)
+
+    def learn(self, level: int, *, came: bool) -> None:
+        self._right[level] = self._right[level] * _REMEMBERING + came
+        self._wrong[level] = self._wrong[level] * _REMEMBERING + (not came)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A draft, the chance that each of its tokens is accepted, falling, and what learns whether they come."""
+
+    tokens: Tokens
+    chances: Floats
+    levels: Sequence[int] = ()  # of the calibration, for each token
+    calibration: Calibration = field(default_factory=lambda: Calibration(0))
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # of the sequence
+    place: int = 0  # generated tokens before it
+
+
+NO_GUESS = Guess(NO_TOKENS, np.empty(0))
 
 
 @dataclass(slots=True)

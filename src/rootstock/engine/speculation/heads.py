@@ -1,4 +1,4 @@
-"""Drafts of the model's own heads, where the n-gram lookup finds none."""
+"""Drafts of the model's own heads, where the n-gram lookup finds none, or a less likely one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import numpy as np
 from rootstock.cache.kv_cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import Plan
+from rootstock.cache.types import Tokens
 from rootstock.engine.sequence import Sequence
-from rootstock.engine.speculation.draft_cost import LEAST_GAIN, Floats, worth_verifying
-from rootstock.engine.speculation.proposer import NO_GUESS, Guess, NgramProposer, possible
+from rootstock.engine.speculation.draft_cost import (
+    LEAST_GAIN,
+    NO_GUESS,
+    Calibration,
+    Floats,
+    Guess,
+    worth_verifying,
+)
+from rootstock.engine.speculation.proposer import NgramProposer, possible
 from rootstock.errors import PoolsLost
 from rootstock.runtime.base import Batch, DraftHeads, Segment
 
@@ -22,11 +30,13 @@ log = logging.getLogger(__name__)
 MOST_HEAD_TOKENS = 3  # of a head that was trained for one token, later ones are accepted far less often
 
 _FIRST_CHANCE = 0.7  # that a head's token is accepted
+_LEVELS = 10  # of a head's probability
 _LEARNING = 0.2  # weight of one more observation of a head's time
 
 
 class HeadProposer(NgramProposer):
-    """Proposer of drafts by n-gram lookup, and else by the model's heads, for all sequences of a step together."""
+    """Proposer of drafts by n-gram lookup, or by the model's heads where these are likelier to be right. The heads
+    draft for all sequences of a step together."""
 
     def __init__(
         self,
@@ -41,6 +51,8 @@ class HeadProposer(NgramProposer):
         self._heads: DraftHeads | None = draft_heads
         self._apply = apply
         self._clock = clock
+        # By a head's probability of a token: for greedy choice, then for random sampling.
+        self._by_certainty = Calibration(2 * _LEVELS)
         self._seconds: dict[int, float] = {}  # of a head's draft of one token, by its sequences
 
     def _guesses(
@@ -50,12 +62,12 @@ class HeadProposer(NgramProposer):
         open_ones = [
             number
             for number, (sequence, lease, guess) in enumerate(zip(sequences, leases, guesses, strict=True))
-            if guess is NO_GUESS
+            if (guess is NO_GUESS or guess.chances[0] < self._chance(sequence))
             and sequence.tokens_left > 1
             and not sequence.request.images
             and len(sequence.uncomputed(lease)) == 1
         ]
-        open_ones = [number for number in open_ones if not sequences[number].acceptance.skip()]
+        open_ones = [number for number in open_ones if not sequences[number].head_rate.skip()]
         if not open_ones or self._heads is None:
             return guesses
         segments = [
@@ -83,11 +95,25 @@ class HeadProposer(NgramProposer):
             self._heads = None
             return guesses
         self._observe(len(segments), (self._clock() - began) / most)
-        for number, drafted, chance in zip(open_ones, tokens, chances, strict=True):
+        for number, drafted, certainty in zip(open_ones, tokens, chances, strict=True):
             left = possible(sequences[number], drafted[: sequences[number].tokens_left - 1])
             if len(left):
-                guesses[number] = Guess(left, np.cumprod(chance[: len(left)], dtype=np.float64))
+                own = self._calibrated(sequences[number], left, certainty[: len(left)].tolist())
+                guesses[number] = max(guesses[number], own, key=lambda guess: float(guess.chances.sum()))
         return guesses
+
+    def _calibrated(self, sequence: Sequence, tokens: Tokens, certainty: Listed[float]) -> Guess:
+        """Returns the guess of tokens that the head holds for so probable."""
+        first = 0 if sequence.sampler.takes_most_likely else _LEVELS
+        levels = [first + min(int(_LEVELS * each), _LEVELS - 1) for each in certainty]
+        each = [self._by_certainty.chance(level, own) for level, own in zip(levels, certainty, strict=True)]
+        chances = np.cumprod(each, dtype=np.float64)
+        place = len(sequence.generated)
+        return Guess(tokens, chances, levels, self._by_certainty, sequence.head_rate, place)
+
+    def _chance(self, sequence: Sequence) -> float:
+        """Returns the chance that a token of the head comes, before it is drafted."""
+        return sequence.head_rate.probability(self._by_certainty.overall(_FIRST_CHANCE))
 
     def _worth_drafting(
         self,
@@ -99,12 +125,15 @@ class HeadProposer(NgramProposer):
         repeats: bool,
     ) -> int:
         """Returns for how many tokens the heads are worth their time; 0: for none."""
-        best, best_gain = 0, LEAST_GAIN
+        without = worth_verifying(
+            len(sequences), [guess.chances for guess in guesses], longer, repeats=repeats
+        )
+        best, best_gain = 0, LEAST_GAIN * max(1.0, without.gain)
         beside = self._cost.relative(len(sequences), self._seconds.get(len(open_ones), 0.0))
         for most in range(1, min(MOST_HEAD_TOKENS, self._most, room) + 1):
             chances = [guess.chances for guess in guesses]
             for number in open_ones:
-                one = sequences[number].acceptance.probability(_FIRST_CHANCE)
+                one = self._chance(sequences[number])
                 chances[number] = one ** np.arange(1, 1 + most, dtype=np.float64)
             worth = worth_verifying(len(sequences), chances, longer, repeats=repeats, beside=most * beside)
             if worth.gain > best_gain:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +19,15 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.types import NO_SLOT, NO_TOKENS, Tokens
 from rootstock.engine.parts import Forward, Part
 from rootstock.engine.sequence import Sequence
-from rootstock.engine.speculation.draft_cost import DraftCost, Floats, could_pay, worth_verifying
+from rootstock.engine.speculation.draft_cost import (
+    NO_GUESS,
+    Calibration,
+    DraftCost,
+    Floats,
+    Guess,
+    could_pay,
+    worth_verifying,
+)
 from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
 from rootstock.runtime.base import ModelDescription
 
@@ -28,17 +35,6 @@ MOST_DRAFT_TOKENS = 16  # for one sequence at once, unless asked otherwise
 MOST_SEQUENCES = 32  # a larger batch uses the machine without drafts
 SHARED_TOKENS = 1 << 17  # kept of one namespace's last requests: 3 MiB with their index
 SHARED_NAMESPACES = 8  # kept, those used last
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A draft, and the chance that each of its tokens is accepted, falling."""
-
-    tokens: Tokens
-    chances: Floats
-
-
-NO_GUESS = Guess(NO_TOKENS, np.empty(0))
 
 
 class Proposer(Part, ABC):
@@ -63,12 +59,15 @@ class NgramProposer(Proposer):
         self._cache = cache
         self._most = MOST_DRAFT_TOKENS if most is None else most
         self._cost = DraftCost()
+        self._calibration = Calibration(1 + LONGEST_AGREEMENT)  # by agreement
         self._shared: dict[Namespace, TokenHistory] = {}  # in the order of their last use
 
     def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
         count = len(sequences)
         if count > MOST_SEQUENCES or room <= 0:
             return [NO_TOKENS] * count
+        for sequence in sequences:
+            _learn(sequence)
         context = sum(lease.num_computed_tokens for lease in leases)
         longer = self._cost.longer(count, context, min(room, count * self._most))
         if longer is None:
@@ -78,6 +77,8 @@ class NgramProposer(Proposer):
             return [NO_TOKENS] * count
         repeats = any(lease.slot != NO_SLOT for lease in leases)
         guesses = self._guesses(sequences, leases, longer, repeats=repeats)
+        for sequence, guess in zip(sequences, guesses, strict=True):
+            sequence.guess = guess if len(guess.tokens) else None
         worth = worth_verifying(count, [guess.chances for guess in guesses], longer, repeats=repeats)
         if not any(worth.counts) and any(len(guess.tokens) for guess in guesses):
             self._cost.relax(count)
@@ -120,10 +121,13 @@ class NgramProposer(Proposer):
             return NO_GUESS
         tokens, agreement = self._look_up(sequence, lease, most)
         tokens = possible(sequence, tokens)
-        if not len(tokens) or sequence.acceptance.skip():
+        if not len(tokens) or sequence.lookup_rate.skip():
             return NO_GUESS
-        probability = sequence.acceptance.probability(_first_guess(agreement))
-        return Guess(tokens, probability ** np.arange(1, len(tokens) + 1, dtype=np.float64))
+        calibration = self._calibration
+        probability = sequence.lookup_rate.probability(calibration.chance(agreement, _first_guess(agreement)))
+        chances = probability ** np.arange(1, len(tokens) + 1, dtype=np.float64)
+        levels = [agreement] * len(tokens)
+        return Guess(tokens, chances, levels, calibration, sequence.lookup_rate, len(sequence.generated))
 
     def _look_up(self, sequence: Sequence, lease: Lease, most: int) -> tuple[Tokens, int]:
         """Returns the tokens found, and how many tokens before them agreed."""
@@ -139,6 +143,21 @@ class NgramProposer(Proposer):
             assert shared is not None
             return shared.following(elsewhere, most), elsewhere.agreement
         return (NO_TOKENS, 0) if place is None else (own.repeating(place, most), place.agreement)
+
+
+def _learn(sequence: Sequence) -> None:
+    """Compares the sequence's last draft, verified or not, with the tokens that came."""
+    guess = sequence.guess
+    came = () if guess is None else sequence.generated[guess.place : guess.place + len(guess.tokens)]
+    if guess is None or not came:
+        return
+    sequence.guess, right = None, 0
+    for token, drafted, level in zip(came, guess.tokens.tolist(), guess.levels, strict=False):
+        guess.calibration.learn(level, came=token == drafted)
+        if token != drafted:
+            break
+        right += 1
+    guess.rate.compared(len(came), right)
 
 
 def possible(sequence: Sequence, tokens: Tokens) -> Tokens:
