@@ -15,7 +15,6 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.draft_cost import (
     LEAST_GAIN,
-    NO_GUESS,
     Calibration,
     Floats,
     Guess,
@@ -62,7 +61,7 @@ class HeadProposer(NgramProposer):
         open_ones = [
             number
             for number, (sequence, lease, guess) in enumerate(zip(sequences, leases, guesses, strict=True))
-            if (guess is NO_GUESS or guess.chances[0] < self._chance(sequence))
+            if guess.chances.sum() < self._expected(sequence).sum()
             and sequence.tokens_left > 1
             and not sequence.request.images
             and len(sequence.uncomputed(lease)) == 1
@@ -111,9 +110,10 @@ class HeadProposer(NgramProposer):
         place = len(sequence.generated)
         return Guess(tokens, chances, levels, self._by_certainty, sequence.head_rate, place)
 
-    def _chance(self, sequence: Sequence) -> float:
-        """Returns the chance that a token of the head comes, before it is drafted."""
-        return sequence.head_rate.probability(self._by_certainty.overall(_FIRST_CHANCE))
+    def _expected(self, sequence: Sequence, most: int = MOST_HEAD_TOKENS) -> Floats:
+        """Returns the chances that tokens of the head come, before they are drafted."""
+        one = sequence.head_rate.probability(self._by_certainty.overall(_FIRST_CHANCE))
+        return one ** np.arange(1, 1 + most, dtype=np.float64)
 
     def _worth_drafting(
         self,
@@ -133,8 +133,7 @@ class HeadProposer(NgramProposer):
         for most in range(1, min(MOST_HEAD_TOKENS, self._most, room) + 1):
             chances = [guess.chances for guess in guesses]
             for number in open_ones:
-                one = self._chance(sequences[number])
-                chances[number] = one ** np.arange(1, 1 + most, dtype=np.float64)
+                chances[number] = self._expected(sequences[number], most)
             worth = worth_verifying(len(sequences), chances, longer, repeats=repeats, beside=most * beside)
             if worth.gain > best_gain:
                 best, best_gain = most, worth.gain
