@@ -140,6 +140,8 @@ def mlx_server(model: Path) -> PeerProcess:
     """Returns mlx-lm's own server."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
+    # It has no way to compute a prompt without its cache: with few conversations kept, a few others push one out.
+    command += ["--prompt-cache-size", "3"]
     hub = model.parent / "hub"
     hub.mkdir(exist_ok=True)  # its list of models reads it
     # Without compiled functions: on a CPU, MLX would call a C++ compiler for each.
@@ -201,8 +203,9 @@ def peers(given: Any) -> dict[str, Any]:
                         peer_of(name, model, kind, given) as process,
                         Server(process.url, "default_model" if name == "mlx_lm" else None) as server,
                     ):
+                        sizes = replace(PEER_SIZES, prompt_words=given.words)
                         result = run_suite(
-                            server, PEER_SIZES, on_case=lambda done: print(line_of(done), flush=True)
+                            server, sizes, on_case=lambda done: print(line_of(done), flush=True)
                         )
                 except (PeerUnavailable, StartupError) as error:
                     print(f"{label}: not asked: {error}", flush=True)
@@ -223,6 +226,7 @@ def main() -> None:
     for name in ("llama_cpp", "vllm"):
         variable = f"ROOTSTOCK_{name.upper()}_PYTHON"
         options.add_argument(f"--{name.replace('_', '-')}-python", default=os.environ.get(variable))
+    options.add_argument("--words", type=int, default=PEER_SIZES.prompt_words, help="of a peer's prompt")
     options.add_argument("--out", type=Path, help="directory for the findings' requests")
     given = options.parse_args()
     parts = given.parts.split(",")
@@ -249,6 +253,8 @@ def main() -> None:
         found_on = peers(given)
         figures |= found_on
         bars |= {label: exactly({}) for label in found_on if label.startswith("rootstock")}
+        figures["asked"] = sum(isinstance(found, dict) for found in found_on.values())
+        bars["asked"] = at_least(1)
     conclude(SHOW, figures, bars)
 
 
