@@ -176,7 +176,8 @@ def peer_of(name: str, model: Path, kind: str, given: Any) -> PeerProcess:
     if python is None:
         raise PeerUnavailable(f"neither --{name.replace('_', '-')}-python nor its variable is given")
     if name == "vllm":
-        return vllm_server(python, model, "0-1", PEER_CONTEXT, "float32")
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        return vllm_server(python, model, "0-1", PEER_CONTEXT, "float32", *tools)
     if kind != "llama":
         raise PeerUnavailable("no converter of this checkpoint is at hand")
     gguf = model.with_suffix(".gguf")

@@ -160,7 +160,7 @@ def llama_server(python: str, gguf: Path, threads: int, slots: int, context_toke
 
 
 def vllm_server(
-    python: str, model: Path, bind: str, context_tokens: int, dtype: str = "bfloat16"
+    python: str, model: Path, bind: str, context_tokens: int, dtype: str = "bfloat16", *more: str
 ) -> PeerProcess:
     """Returns vLLM's server on a CPU with prefix caching.
 
@@ -172,7 +172,7 @@ def vllm_server(
     command = [
         *(str(Path(python).with_name("vllm")), "serve", str(model), "--served-model-name", str(model)),
         *("--dtype", dtype, "--max-model-len", str(context_tokens), "--max-num-seqs", "32"),
-        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details", *more),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
     environment = {
