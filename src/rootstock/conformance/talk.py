@@ -179,10 +179,9 @@ class Talk:
         try:
             return self._server.ask(chat.body, stream=stream)
         except AskFailed as error:
-            is_refusal = error.status is not None and 400 <= error.status < 500
-            # A server's own error is one without its cache, too, if it comes again there.
-            may_refuse = is_refusal and (optional or not self.sent)
-            if may_refuse or (error.status is not None and self._is_refused_cold(chat)):
+            status = error.status or 0
+            is_refusal = 400 <= status < 500 and (optional or not self.sent)
+            if is_refusal or (status and self._is_refused_cold(chat)):
                 raise Refused(f"{how}: {error.reason[:200]}") from error
             self._find("failed", f"{how}: no answer ({error.status or ''} {error.reason[:200]})")
             return [Answer()]

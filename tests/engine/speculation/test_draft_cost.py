@@ -52,6 +52,13 @@ def test_after_misses_in_a_row_drafts_pause_longer_and_longer() -> None:
     assert not acceptance.skip()
 
 
+def test_a_draft_that_the_end_of_the_answer_cut_short_was_not_wrong() -> None:
+    cut, wrong = AcceptanceRate(), AcceptanceRate()
+    cut.compared(3, 3)
+    wrong.compared(8, 3)
+    assert cut.probability(0.5) > wrong.probability(0.5)
+
+
 def test_a_calibration_learns_how_sure_a_source_is() -> None:
     calibration = Calibration(3)
     assert calibration.chance(1, 0.9) == pytest.approx(0.9)

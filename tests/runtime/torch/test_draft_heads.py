@@ -178,7 +178,7 @@ def _be_free(engine: Engine) -> None:
 
 
 def test_a_head_that_is_right_more_often_than_it_says_is_believed_in_time(headed: Any) -> None:
-    """What a head drafts is compared with what comes, even if it was not worth verifying."""
+    """Drafts are compared with the tokens that come, even if they were not worth verifying."""
     prompt = numbers(1, 50)
     plain = Bench(400, 8, runtime=load(headed("qwen2"), heads=False), idle_work=False)
     expected = plain.answer(prompt, max_tokens=60).tokens

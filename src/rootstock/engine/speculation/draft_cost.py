@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,13 +95,13 @@ class Guess:
 
     tokens: Tokens
     chances: Floats
-    levels: Sequence[int] = ()  # of the calibration, for each token
-    calibration: Calibration = field(default_factory=lambda: Calibration(0))
-    rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # of the sequence
-    place: int = 0  # generated tokens before it
+    levels: Sequence[int]  # of the calibration, for each token
+    calibration: Calibration
+    rate: AcceptanceRate  # of the sequence
+    place: int  # generated tokens before it
 
 
-NO_GUESS = Guess(NO_TOKENS, np.empty(0))
+NO_GUESS = Guess(NO_TOKENS, np.empty(0), (), Calibration(0), AcceptanceRate(), 0)
 
 
 @dataclass(slots=True)

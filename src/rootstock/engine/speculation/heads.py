@@ -58,6 +58,8 @@ class HeadProposer(NgramProposer):
         self, sequences: Listed[Sequence], leases: Listed[Lease], longer: Floats, *, repeats: bool
     ) -> list[Guess]:
         guesses = super()._guesses(sequences, leases, longer, repeats=repeats)
+        if self._heads is None:
+            return guesses
         open_ones = [
             number
             for number, (sequence, lease, guess) in enumerate(zip(sequences, leases, guesses, strict=True))
@@ -67,7 +69,7 @@ class HeadProposer(NgramProposer):
             and len(sequence.uncomputed(lease)) == 1
         ]
         open_ones = [number for number in open_ones if not sequences[number].head_rate.skip()]
-        if not open_ones or self._heads is None:
+        if not open_ones:
             return guesses
         segments = [
             Segment(

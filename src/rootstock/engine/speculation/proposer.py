@@ -148,8 +148,10 @@ class NgramProposer(Proposer):
 def _learn(sequence: Sequence) -> None:
     """Compares the sequence's last draft, verified or not, with the tokens that came."""
     guess = sequence.guess
-    came = () if guess is None else sequence.generated[guess.place : guess.place + len(guess.tokens)]
-    if guess is None or not came:
+    if guess is None:
+        return
+    came = sequence.generated[guess.place : guess.place + len(guess.tokens)]
+    if not came:
         return
     sequence.guess, right = None, 0
     for token, drafted, level in zip(came, guess.tokens.tolist(), guess.levels, strict=False):
