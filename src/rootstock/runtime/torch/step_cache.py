@@ -32,6 +32,8 @@ from rootstock.runtime.torch.state_pool import LayerStates, StateCache
 class PackedCache(FusedStep):
     """Cache of one packed step over the pool: writes new K and V to their slots, and marks them for attention."""
 
+    _last: int | None = None  # layer behind whose K and V nothing is needed
+
     def __init__(
         self,
         pool: TorchPool,
@@ -57,7 +59,6 @@ class PackedCache(FusedStep):
             for family in range(len(pool.families))
         ]
         self._attention: dict[tuple[Kernel, int], Any] = {}  # StepAttention or LatentStepAttention
-        self._last: int | None = None  # layer behind whose K and V nothing is needed
         self._runs = runs_of(segments) if any(segment.images for segment in segments) else []
         self._offsets: Tensor | None = None
         self._sequences: Tensor | None = None
