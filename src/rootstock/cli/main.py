@@ -18,7 +18,7 @@ from rootstock.cli.fleet import fleet
 from rootstock.cli.launch import launch
 from rootstock.cli.output import LoadProgress
 from rootstock.cli.pins import pin, pins, release
-from rootstock.cli.starting import prepare
+from rootstock.cli.starting import importing_server, prepare
 from rootstock.config import CacheConfig, Configuration, ServedModelConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
@@ -149,7 +149,7 @@ def run_server(config: Configuration) -> None:
             config.engine,
             config.tier,
             chat_template=server.chat_template,
-            progress=progress,
+            progress=importing_server(progress),
             directory=directory,
         )
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rootstock.background import in_background
 from rootstock.cli.output import announce_drain
 from rootstock.config import Configuration
 from rootstock.errors import InvalidOption
+from rootstock.runtime.model_files import Progress
 from rootstock.server.routes.declared_prompts import check_warm_file, read_warm_file
 
 if TYPE_CHECKING:
@@ -28,6 +30,25 @@ if TYPE_CHECKING:
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
 # interpreter.
 _SWITCH_S = 0.0002
+
+
+def importing_server(progress: Progress) -> Progress:
+    """Returns a progress that also begins to import the server's modules when weights are read: reading them leaves
+    the interpreter idle, and the import takes most of a second."""
+    begun = False
+
+    def report(stage: str, done: float) -> None:
+        nonlocal begun
+        if stage == "load" and not begun:
+            begun = True
+            in_background(_import_server, "imports")
+        progress(stage, done)
+
+    return report
+
+
+def _import_server() -> None:
+    import rootstock.server.app  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from checkpoints import VOCAB, saved
-from draft_checkpoints import save_headed
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
@@ -27,7 +26,6 @@ from rootstock.kernels.api import Scores, StepAttention
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.base import Batch, Logits, Segment
-from rootstock.runtime.memory_fit import Demands
 from rootstock.runtime.torch import cuda_graphs, runner
 from rootstock.runtime.torch.cuda_graphs import batch_sizes, decode_inputs, filled_up, size_for
 from rootstock.runtime.torch.runner import TorchRuntime
@@ -88,12 +86,11 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip("triton's interpreter is needed")
 
 
-def recorded(model: str | TorchRuntime, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
-    """Returns the runtime of a model, or of a model type, with graphs."""
+def recorded(model_type: str, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
     monkeypatch.setattr(cuda_graphs, "cuda_capture", lambda device: capture)
     monkeypatch.setattr(cuda_graphs, "_MOST_DECODES", 4)
-    plain = load(saved(model)) if isinstance(model, str) else model
-    runtime = TorchRuntime(plain._model, plain._served, with_graphs=True, decoder=plain._decoder)
+    plain = load(saved(model_type))
+    runtime = TorchRuntime(plain._model, plain._served, with_graphs=True)
     runtime.allocate([BLOCKS for _ in runtime.description.families], BLOCK_SIZE)
     return runtime
 
@@ -167,20 +164,6 @@ def test_models_whose_steps_depend_on_the_host_are_not_recorded(
     assert runtime._graphs is None
     (said,) = [record.getMessage() for record in caplog.records if record.name == cuda_graphs.__name__]
     assert why in said
-
-
-@pytest.mark.usefixtures("kernel")
-def test_models_that_draft_by_a_head_are_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each forward reads the rows that the head keeps of the positions before it."""
-    config = ModelConfig(str(save_headed(tmp_path / "headed", "glm4_moe")), device="cpu", dtype="float32")
-    plain = runner.load_model(config, demands=Demands(draft_heads=True))
-    with caplog.at_level(logging.INFO):
-        runtime = recorded(plain, call_again, monkeypatch)
-    assert runtime._graphs is None
-    (said,) = [record.getMessage() for record in caplog.records if record.name == cuda_graphs.__name__]
-    assert "drafts by a head" in said
 
 
 @pytest.mark.usefixtures("kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
@@ -151,6 +152,15 @@ def compile_for(dtypes: set[torch.dtype]) -> None:
         if has_loops_for(dtype):
             compile_loops(dtype)
         compile_prefill_loops(dtype)
+
+
+def compile_for_parts(dtype: torch.dtype) -> None:
+    """Compiles or loads Numba's loops for the fused parts of a model of this dtype, and imports what finds them."""
+    importlib.import_module("rootstock.runtime.torch.fusion.find")
+    from rootstock.kernels.cpu.row_loops import DTYPES, RowLoops
+
+    if dtype in DTYPES:
+        RowLoops(dtype)
 
 
 @cache

@@ -93,8 +93,6 @@ def unfit_for_graphs(pool: TorchPool) -> str | None:
     """Returns the reason why steps of this model cannot be replayed; None if they can."""
     if pool.states is not None:
         return "the model has recurrent states"
-    if any(layer.hidden is not None for layer in pool.layers.values()):
-        return "the model drafts by a head"
     if any(layer.kernel != "triton" for layer in pool.layers.values()):
         return "not all layers are attended by Triton"
     return None

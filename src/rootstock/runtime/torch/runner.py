@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from rootstock.background import in_background
 from rootstock.cache.families import token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import Tokens
@@ -55,7 +56,12 @@ from rootstock.runtime.model_files import (
 )
 from rootstock.runtime.torch.adapters.adapters import TorchAdapters
 from rootstock.runtime.torch.adapters.rows import TorchAdapterRows
-from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
+from rootstock.runtime.torch.attention_backends import (
+    Compiled,
+    compile_for,
+    compile_for_parts,
+    compiled_for,
+)
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch.draft_heads import HeadedDecoder, StoredHead, attach_head, stored_head
 from rootstock.runtime.torch.fallback import TorchExecution, choose_mode
@@ -145,6 +151,7 @@ def load_model(
         del empty
         if demands.kv_budget is not None:
             _refuse_hopeless_budget(config, declared, dtype, demands)
+        loops = in_background(functools.partial(_compiled, device, config.attention, dtype), "loops")
         report("load", 0.0)
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
         growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
@@ -162,11 +169,11 @@ def load_model(
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
     limit, regime = context_limit(text_config(model))
-    compiled = compiled_for(device, config.attention)
-    if compiled == "numba":
+    if not loops.done():
         report("compile", 0.0)
-        compile_for({dtype})
+        loops.result()
         report("compile", 1.0)
+    compiled = loops.result()
 
     def describe(layout: TorchLayout) -> ModelDescription:
         return ModelDescription(
@@ -237,6 +244,15 @@ def load_model(
     return TorchRuntime(
         model, stored, with_graphs=with_graphs, adapters=adapters, images=images, decoder=decoder
     )
+
+
+def _compiled(device: torch.device, attention: str, dtype: torch.dtype) -> Compiled | None:
+    """Compiles or loads the loops for a model of this dtype. Returns the compiled backend, as `compiled_for` does."""
+    compiled = compiled_for(device, attention)
+    if compiled == "numba":
+        compile_for({dtype})
+        compile_for_parts(dtype)
+    return compiled
 
 
 def _passed_checks(config: ModelConfig, model: nn.Module, *identity: object) -> PassedChecks | None:
