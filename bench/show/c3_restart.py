@@ -1,11 +1,11 @@
 """C3: restart. Time to the first token of the 8th turn of a conversation of 8,000 tokens, for a server that has
 nothing cached (cold), has just served the seven turns before (warm), or was restarted with its directory (disk).
 
-Each server is a process of its own with an engine on a model of 80 million random weights in bfloat16. One model has
-full attention; in the other, three layers in four keep a recurrent state. A restart is a new process on a copy of the
-directory that another one left when it ended. Every server first answers an unrelated short prompt, so that no time
-contains torch's first allocations. The states are measured in turn, each round with another 8th message, and a ratio
-is a median of rounds.
+Each server is a process of its own with an engine on a model of 80 million random weights, in bfloat16 unless asked
+otherwise. One model has full attention; in the other, three layers in four keep a recurrent state. A restart is a new
+process on a copy of the directory that another one left when it ended. Every server first answers an unrelated short
+prompt, so that no time contains torch's first allocations. The states are measured in turn, each round with another
+8th message, and a ratio is a median of rounds.
 
 The bar is for the ordinary restart, after which the system still has the files in memory. `disk_dropped` is a further
 figure: the files were synced and the system was asked to drop them (a virtual machine's host may still have them).
@@ -68,11 +68,12 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
+    options.add_argument("--dtype", default="bfloat16", help="float32 where bfloat16 is emulated")
     given = options.parse_args()
     names = given.models.split(",")
     figures: dict[str, Any] = {
         "threads": given.threads or os.cpu_count(),
-        "dtype": "bfloat16",
+        "dtype": given.dtype,
         "rounds": given.rounds,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -80,9 +81,8 @@ def main() -> None:
             place = Path(folder) / name
             place.mkdir()
             model = MODELS[name](place / "model")
-            figures |= {
-                f"{name}_{k}": v for k, v in measure(name, model, place, given.rounds, given.threads).items()
-            }
+            found = measure(name, model, place, given.rounds, given.threads, given.dtype)
+            figures |= {f"{name}_{k}": v for k, v in found.items()}
             same = float32_tokens_equal(model, place, given.threads)
             say(f"{name}: in float32 the three states generate the same tokens: {same}")
             figures[f"{name}_float32_tokens_equal"] = same
@@ -90,11 +90,13 @@ def main() -> None:
     conclude(SHOW, figures, bars | {f"{name}_float32_tokens_equal": exactly(True) for name in names})
 
 
-def measure(name: str, model: Path, place: Path, rounds: int, threads: int | None) -> dict[str, Any]:
+def measure(
+    name: str, model: Path, place: Path, rounds: int, threads: int | None, dtype: str
+) -> dict[str, Any]:
     left, warm_dir = place / "left", place / "warm"
     with ThreadPoolExecutor() as both:  # neither is measured: they may slow each other down
-        ending = both.submit(lambda: converse(Server(model, left, threads)))
-        staying = both.submit(lambda: converse(Server(model, warm_dir, threads)))
+        ending = both.submit(lambda: converse(Server(model, left, threads, dtype)))
+        staying = both.submit(lambda: converse(Server(model, warm_dir, threads, dtype)))
         restarted, served = ending.result(), staying.result()
     stop_s = restarted.server.stop()
     directory_mb = sum(path.stat().st_size for path in left.iterdir()) / 1e6
@@ -120,7 +122,7 @@ def measure(name: str, model: Path, place: Path, rounds: int, threads: int | Non
                     shutil.copytree(left, directory)
                 if state == "disk_dropped":
                     drop(directory)
-                server = Server(model, directory, threads)
+                server = Server(model, directory, threads, dtype)
                 answer = server.ask(prompt, COMPARED_TOKENS)
                 server.kill()
                 shutil.rmtree(directory)
@@ -157,7 +159,7 @@ def report(name: str, states: States, prompt_tokens: int) -> dict[str, Any]:
         ratios = (a / b for a, b in zip(ttft_s[above], ttft_s[below], strict=True))
         figures[f"{above}_over_{below}"] = round(statistics.median(ratios), 4)
     for state in ("warm", "disk"):
-        figures[f"bf16_tokens_equal_cold_{state}"] = statistics.mean(
+        figures[f"tokens_equal_cold_{state}"] = statistics.mean(
             agreed(a.tokens, b.tokens) / COMPARED_TOKENS
             for a, b in zip(states["cold"], states[state], strict=True)
         )
@@ -226,7 +228,7 @@ def boundaries(prompt: Tokens) -> tuple[Boundary, ...]:
 class Server:
     """Server in a process of its own. It is ready, and has answered an unrelated prompt, once it is made."""
 
-    def __init__(self, model: Path, directory: Path, threads: int | None, dtype: str = "bfloat16") -> None:
+    def __init__(self, model: Path, directory: Path, threads: int | None, dtype: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, its_end = spawn.Pipe()
         self._process = spawn.Process(

@@ -1,8 +1,8 @@
 """D4: the `agents` workload end to end over HTTP, against dense `generate`, transformers' server and llama.cpp's.
 
 Eight agents with one system prompt of 2,048 words (a word is a token), eight turns of 16 to 160 new words, 64 tokens
-out. All sides have the same weights in bfloat16, tokenizer, chat template and number of threads; all answers are
-greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
+out. All sides have the same weights in bfloat16 (or --dtype), tokenizer, chat template and number of threads. All
+answers are greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
 
   ours           `rootstock serve`, defaults but for dtype, threads and the memory of its cache
   dense          one left-padded `transformers.generate` a turn over all agents' prompts, in this process: no HTTP
@@ -108,27 +108,30 @@ def main() -> None:
     options.add_argument("--llama-slots", type=int, default=LLAMA_SLOTS, help="slots of its server")
     options.add_argument("--llama-dtype", default="bfloat16", help="of the GGUF file's matrices: or float16")
     options.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of transformers' server")
+    options.add_argument("--dtype", default="bfloat16", help="of the others: float32 where that is emulated")
     given = options.parse_args()
     threads = given.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     sizes = Sizes(SIZES.conversations, SIZES.at_once, given.turns, SIZES.prefix_tokens, SIZES.new_tokens, 64)
     workload = make_workload("agents", 0, sizes)
     loads = {"": Load(workload)}
-    figures: dict[str, Any] = {"threads": threads, "dtype": "bfloat16", "model": given.model}
+    figures: dict[str, Any] = {"threads": threads, "dtype": given.dtype, "model": given.model}
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder:
         path = write_chatting_llama(given.model, Path(folder) / "model")
 
         def ours() -> Mapping[str, Outcome]:
-            return of_rootstock(path, threads, loads)
+            return of_rootstock(path, threads, loads, dtype=given.dtype)
 
         def dense() -> Mapping[str, Outcome]:
-            return {"": of_dense(path, workload)}
+            return {"": of_dense(path, workload, getattr(torch, given.dtype))}
 
         def transformers() -> Mapping[str, Outcome]:
             blocks = 2 * sizes.conversations * -(-LONGEST_TOKENS // PAGE_TOKENS)
             python = given.transformers_python
-            peer = transformers_server(python, path, threads, blocks, PAGE_TOKENS, given.batch_tokens)
+            peer = transformers_server(
+                python, path, threads, blocks, PAGE_TOKENS, given.batch_tokens, given.dtype
+            )
             return of_peer(peer, loads, str(path))
 
         def llama_cpp() -> Mapping[str, Outcome]:
@@ -209,8 +212,10 @@ def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
 # ---- over HTTP
 
 
-def of_rootstock(path: Path, threads: int, loads: Mapping[str, Load], *more: str) -> Mapping[str, Outcome]:
-    options = ["--port", "0", "--dtype", "bfloat16", "--threads", str(threads), "--kv-budget", KV_BUDGET]
+def of_rootstock(
+    path: Path, threads: int, loads: Mapping[str, Load], *more: str, dtype: str = "bfloat16"
+) -> Mapping[str, Outcome]:
+    options = ["--port", "0", "--dtype", dtype, "--threads", str(threads), "--kv-budget", KV_BUDGET]
     with ServerProcess([str(path), *options, *more]) as server:
         return {name: over_http(server.url, load) for name, load in loads.items()}
 
@@ -287,10 +292,10 @@ def as_gguf(python: str, path: Path, dtype: str) -> Path:
 # ---- dense
 
 
-def of_dense(path: Path, workload: Workload) -> Outcome:
+def of_dense(path: Path, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> Outcome:
     """Runs each turn of all agents as one batch, which `generate` computes from its first token on."""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    dense = Dense(path, torch.bfloat16)
+    dense = Dense(path, dtype)
     with torch.inference_mode():
         dense.generate([np.arange(16, dtype=np.int32)], 4)
         return dense_turns(tokenizer, dense, workload)

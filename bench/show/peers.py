@@ -132,7 +132,13 @@ def rootstock_server(model: Path, *options: str) -> PeerProcess:
 
 
 def transformers_server(
-    python: str, model: Path, threads: int, blocks: int, page_tokens: int, batch_tokens: int
+    python: str,
+    model: Path,
+    threads: int,
+    blocks: int,
+    page_tokens: int,
+    batch_tokens: int,
+    dtype: str = "bfloat16",
 ) -> PeerProcess:
     """Returns transformers' own server with continuous batching: paged, bounded, prefixes shared by whole pages.
 
@@ -143,7 +149,7 @@ def transformers_server(
         *(python, "-m", "transformers.cli.transformers", "serve", str(model), "--continuous-batching"),
         *("--cb-block-size", str(page_tokens), "--cb-num-blocks", str(blocks)),
         *("--cb-max-batch-tokens", str(batch_tokens)),
-        *("--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa"),
+        *("--device", "cpu", "--dtype", dtype, "--attn-implementation", "sdpa"),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
     # Its list of models needs a Hub cache, which there may not be.
