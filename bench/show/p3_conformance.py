@@ -3,10 +3,10 @@
 *Ours*: the oracle's families (attention, windows, recurrent states) with a disk tier, restarted by
 the suite. No finding.
 *Mutations*: the same server with one mistake at a time. Each must be found.
-*Peers*: mlx-lm's server, llama.cpp's and vLLM's, where options name an interpreter that has them, and ours, on the
-same checkpoints: a Llama, and where a server has it a hybrid (three of four layers gated delta nets). All compute in
-float32: in bfloat16, another division into chunks gives other tokens. The Llama's weights are numbers of bfloat16, so
-that a GGUF file holds them exactly.
+*Peers*: the servers of mlx-lm, llama.cpp, vLLM and SGLang, where options name an interpreter that has them, and ours,
+on the same checkpoints: a Llama, and where a server has it a hybrid (three of four layers gated delta nets). All
+compute in float32: in bfloat16, another division into chunks gives other tokens. The Llama's weights are numbers of
+bfloat16, so that a GGUF file holds them exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ import torch
 from common import argument_parser, at_least, conclude, exactly
 from conformance_mutations import MUTATIONS
 from llamas import write_chatting
-from peers import PeerProcess, PeerUnavailable, free_port, llama_server, rootstock_server, vllm_server
+from peers import (
+    PeerProcess,
+    PeerUnavailable,
+    free_port,
+    llama_server,
+    rootstock_server,
+    sglang_server,
+    vllm_server,
+)
 from safetensors.torch import load_file, save_file
 
 from rootstock.bench.tiny_model import DEMO_SPEC, write_tiny_model
@@ -178,6 +186,8 @@ def peer_of(name: str, model: Path, kind: str, given: Any) -> PeerProcess:
     if name == "vllm":
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
         return vllm_server(python, model, "0-1", PEER_CONTEXT, "float32", *tools)
+    if name == "sglang":
+        return sglang_server(python, model, model.parent, PEER_CONTEXT)
     if kind != "llama":
         raise PeerUnavailable("no converter of this checkpoint is at hand")
     gguf = model.with_suffix(".gguf")
@@ -223,8 +233,10 @@ def peers(given: Any) -> dict[str, Any]:
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--parts", default="ours,mutations", help="comma-separated")
-    options.add_argument("--servers", default="rootstock,mlx_lm,llama_cpp,vllm", help="comma-separated")
-    for name in ("llama_cpp", "vllm"):
+    options.add_argument(
+        "--servers", default="rootstock,mlx_lm,llama_cpp,vllm,sglang", help="comma-separated"
+    )
+    for name in ("llama_cpp", "vllm", "sglang"):
         variable = f"ROOTSTOCK_{name.upper()}_PYTHON"
         options.add_argument(f"--{name.replace('_', '-')}-python", default=os.environ.get(variable))
     options.add_argument("--words", type=int, default=PEER_SIZES.prompt_words, help="of a peer's prompt")

@@ -192,6 +192,55 @@ def vllm_server(
     return PeerProcess(command, port, environment, ready_path="/health", ready_within_s=600.0)
 
 
+def sglang_server(python: str, model: Path, folder: Path, context_tokens: int) -> PeerProcess:
+    """Returns SGLang's server on a CPU in float32, with its radix cache and pages of one token.
+
+    folder  where a stub of sgl_kernel is written: SGLang imports the package's names, of which there is no build for
+            CPUs on PyPI. Without matrix units its layers call none of them; each call would be an error.
+
+    Attention is computed by torch, for one sequence after the other: the times are not worth a comparison.
+    """
+    package = folder / "sgl_kernel"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(_SGL_KERNEL)
+    port = free_port()
+    command = [
+        *(
+            python,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(model),
+            "--served-model-name",
+            str(model),
+        ),
+        *("--device", "cpu", "--dtype", "float32", "--max-total-tokens", str(4 * context_tokens)),
+        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--enable-cache-report", "--mem-fraction-static", "0.5", "--tool-call-parser", "hermes"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "2",
+    }
+    return PeerProcess(command, port, environment, ready_path="/health", ready_within_s=300.0)
+
+
+_SGL_KERNEL = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} is not there")
+
+    return refuse
+"""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -74,6 +74,22 @@ def test_tokens_that_were_never_sent_are_a_false_count(monkeypatch: pytest.Monke
     assert {each.kind for each in asked(SOME).findings} == {"false count"}
 
 
+def test_a_prompt_that_nobody_has_sent_is_a_false_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's own tokens are not another salt's."""
+    right = Sequence.usage
+
+    def usage(self: Sequence, now: float) -> Any:
+        told = right(self, now)
+        return replace(told, cached_tokens=told.prompt_tokens - 1)
+
+    monkeypatch.setattr(Sequence, "usage", usage)
+    result = asked(replace(SMALL, cases=("again", "choices")))
+    assert {(each.case, each.kind) for each in result.findings} == {
+        ("again", "false count"),
+        ("choices", "false count"),
+    }
+
+
 def test_the_prompt_of_another_salt_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Engine.namespace
     monkeypatch.setattr(Engine, "namespace", lambda self, salt="", adapter="": right(self, "", adapter))
