@@ -1,6 +1,6 @@
 """P1: drafts of the model's own heads: the same answers, the same hits, and more tokens a second.
 
-Three models of different kinds are trained for a quarter of an hour each on the demo's text, byte by byte, and a head
+Three models of different kinds are trained for some minutes each on the demo's text, byte by byte, and a head
 behind each: a hybrid of recurrent states (Qwen3-Next's), latents (DeepSeek V3's), experts over plain K and V (GLM
 4.5's).
 
@@ -52,7 +52,7 @@ from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
 SHOW = "P1"
 LAYERS, TIMES = 8, 3  # trained ones, and times as many for the speed
-TOKENS, SEQUENCES, STEPS, HEAD_STEPS = 128, 12, 600, 300
+TOKENS, SEQUENCES, STEPS = 128, 12, 300
 ANSWERS = 16  # of the model, in batches, from which its head learns
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -232,7 +232,7 @@ def distil(model_type: str, source: Path, directory: Path) -> Path:
         first, second = (cross_entropy(guess, said) for guess in made.guesses(batch, hidden))
         return first, 0.3 * second
 
-    mean = descend(list(made.head.parameters()), HEAD_STEPS, losses)
+    mean = descend(list(made.head.parameters()), STEPS, losses)
     say(f"{model_type}: {mean[0]:.2f} nats from the model's choice, {time.monotonic() - began:.0f} s")
     return made.save(directory)
 
