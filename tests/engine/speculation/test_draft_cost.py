@@ -168,3 +168,39 @@ def test_heads_that_take_longer_than_they_give_are_not_worth_it() -> None:
     free = np.zeros(4)
     assert worth_verifying(1, [chances(0.8, 1)], free, beside=0.3).gain == pytest.approx(1.8 / 1.3)
     assert worth_verifying(1, [chances(0.8, 1)], free, beside=0.9).counts == [0]
+
+
+def test_a_step_that_something_else_held_up_does_not_rule_drafts_out() -> None:
+    cost = DraftCost()
+    for _ in range(6):
+        cost.observe(1, 0, 500, 1.0)
+        cost.observe(1, 1, 500, 1.1)
+    for held_up in (1.9, 2.5):
+        cost.observe(1, 1, 500, held_up)
+    longer = cost.longer(1, 500, 1)
+    assert longer is not None
+    assert longer[0] == pytest.approx(0.1)
+
+
+def test_a_draft_whose_cost_has_grown_is_ruled_out_in_a_few_steps() -> None:
+    cost = DraftCost()
+    for _ in range(10):
+        cost.observe(1, 0, 500, 1.0)
+        cost.observe(1, 1, 500, 1.1)
+    steps = 0
+    while (longer := cost.longer(1, 500, 1)) is not None and longer[0] < 1.0:
+        cost.observe(1, 1, 500, 2.5)
+        steps += 1
+    assert longer is not None
+    assert steps == 4
+
+
+def test_a_text_that_could_not_be_guessed_is_tried_again() -> None:
+    rate = AcceptanceRate()
+    for _ in range(6):
+        rate.compared(1, 0)
+    low = rate.probability(0.6)
+    for _ in range(300):
+        rate.skip()
+    assert low < 0.3
+    assert rate.probability(0.6) > 0.5

@@ -16,14 +16,17 @@ Floats = NDArray[np.float64]
 LEAST_GAIN = 1.02  # least expected speed-up at which drafts are verified
 
 _FORGETTING = 0.95  # a draft multiplies the weight of the earlier ones by this
-_BELIEF = 2.0  # weight of the first guess, in tokens of evidence
+_BELIEF = 3.0  # weight of the first guess, in tokens of evidence
+_AGEING = 0.99  # of evidence with each step: a text that could not be guessed is tried again
 _LONGEST_PAUSE = 64  # steps
 _PRIOR = 8.0  # weight of a source's own measure, in tokens of evidence
 _REMEMBERING = 0.998  # of the evidence of all sequences
 
 _BUCKETS = 8  # 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, and more
-_LEARNING = 0.3  # weight of one more observation
-_LEARNING_WORSE = 0.7  # of one above the estimate
+_LEARNING = 0.3  # weight of one more step without drafts
+_REMEMBERED = (
+    7  # steps of a shape, whose median is its estimate: a step that something else held up is no cost
+)
 _STALE_STEPS = 64  # longest run of steps with drafts before one without is made for comparison
 _SAME_CONTEXT = 0.25  # relative difference of context up to which two steps are compared
 _SAME_CONTEXT_TOKENS = 256
@@ -45,6 +48,8 @@ class AcceptanceRate:
 
     def skip(self) -> bool:
         """Returns whether to skip this draft, and counts it. Call it once for each draft."""
+        self._right *= _AGEING
+        self._wrong *= _AGEING
         if self._pause:
             self._pause -= 1
             return True
@@ -125,6 +130,7 @@ class DraftCost:
         self._plain: dict[int, _Plain] = {}  # by sequences
         # [sequences, drafts] in buckets: extra time relative to a step without drafts. NaN: unknown.
         self._longer: Floats = np.full((_BUCKETS, _BUCKETS), np.nan)
+        self._seen: Floats = np.full((_BUCKETS, _BUCKETS, _REMEMBERED), np.nan)  # the last ones, as a ring
         self._tried = np.zeros((_BUCKETS, _BUCKETS), np.int64)
 
     def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
@@ -147,12 +153,9 @@ class DraftCost:
         if self._tried[at] == 1:
             return  # first of its shape: kernels are chosen and buffers grow
         longer = max(0.0, seconds / plain.seconds - 1.0)
-        known = float(self._longer[at])
-        if np.isnan(known):
-            self._longer[at] = longer
-            return
-        longer = min(longer, 2 * known + 0.1)
-        self._longer[at] = known + (_LEARNING_WORSE if longer > known else _LEARNING) * (longer - known)
+        seen = self._seen[at]
+        seen[self._tried[at] % _REMEMBERED] = longer
+        self._longer[at] = np.nanmedian(seen)
 
     def longer(self, sequences: int, context: int, most: int) -> Floats | None:
         """Returns the relative extra time of 1, 2, … drafts [≤ `most`], as far as it is known and a step further.
@@ -180,6 +183,7 @@ class DraftCost:
     def relax(self, sequences: int) -> None:
         """Lowers an estimate that ruled out drafts, so that they are tried again some time."""
         self._longer[_bucket(sequences)] *= _HOPE
+        self._seen[_bucket(sequences)] *= _HOPE
 
 
 @dataclass(frozen=True, slots=True)
