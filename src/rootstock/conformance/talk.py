@@ -81,7 +81,7 @@ class Exchange:
     ids: Sequence[int] | None = None  # of the prompt; None: not known
     streamed: bool = False
     shared: int | None = None  # tokens that were sent before; None: not known
-    by_others: int = 0  # tokens that were sent before with any salt
+    by_any: int = 0  # tokens that were sent before with any salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +165,17 @@ class Talk:
         ids = [self._ids(chat.body) for chat in chats]
         # Of requests at once each may find what another one computes.
         shared = [self._shared(i, chats, ids) for i in range(len(chats))]
-        by_others = [0 if of_chat is None else self._ledger.shared(None, of_chat) for of_chat in ids]
+        by_any = [0 if of_chat is None else self._ledger.shared(None, of_chat) for of_chat in ids]
         for chat, of_chat in zip(chats, ids, strict=True):
             if of_chat is not None:
                 self._ledger.add(_salt(chat.body), of_chat, int(chat.fields["max_tokens"]))
         with ThreadPoolExecutor(len(chats)) as threads:
             answers = list(threads.map(lambda chat: self._one(chat, how, stream, optional), chats))
-        for chat, of_chat, choices, own, all_ in zip(chats, ids, answers, shared, by_others, strict=True):
+        for chat, of_chat, choices, own, of_any in zip(chats, ids, answers, shared, by_any, strict=True):
             for answer in choices:
-                self.sent.append(Exchange(len(self.sent), how, chat.body, answer, of_chat, stream, own, all_))
+                self.sent.append(
+                    Exchange(len(self.sent), how, chat.body, answer, of_chat, stream, own, of_any)
+                )
                 self._check_counts(self.sent[-1])
         return [choices[0] for choices in answers]
 
@@ -245,7 +247,7 @@ class Talk:
             self._find("false count", f"{sent.how}: {cached} tokens cached of a prompt of {prompt}", sent)
         elif sent.shared is not None and cached > sent.shared:
             # Nearer to what all salts have sent together than to what this one has: it found another's.
-            is_others = 2 * cached > sent.shared + sent.by_others > 2 * sent.shared
+            is_others = 2 * cached > sent.shared + sent.by_any > 2 * sent.shared
             kind = "not isolated" if is_others else "false count"
             what = f"{sent.how}: {cached} tokens cached, of which {sent.shared} were sent before"
             self._find(kind, what, sent)

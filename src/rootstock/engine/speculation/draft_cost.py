@@ -24,9 +24,7 @@ _REMEMBERING = 0.998  # of the evidence of all sequences
 
 _BUCKETS = 8  # 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, and more
 _LEARNING = 0.3  # weight of one more step without drafts
-_REMEMBERED = (
-    7  # steps of a shape, whose median is its estimate: a step that something else held up is no cost
-)
+_REMEMBERED = 7  # steps of a shape, whose median is its estimate: one that something held up tells no cost
 _STALE_STEPS = 64  # longest run of steps with drafts before one without is made for comparison
 _SAME_CONTEXT = 0.25  # relative difference of context up to which two steps are compared
 _SAME_CONTEXT_TOKENS = 256
