@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
@@ -158,7 +159,7 @@ def compile_for_parts(dtype: torch.dtype) -> None:
     """Compiles or loads Numba's loops for the fused parts of a model of this dtype, and imports what finds them.
     Without Numba no part is fused."""
     with contextlib.suppress(ImportError):
-        import rootstock.runtime.torch.fusion.find  # noqa: F401
+        importlib.import_module("rootstock.runtime.torch.fusion.find")
         from rootstock.kernels.cpu.row_loops import DTYPES, RowLoops
 
         if dtype in DTYPES:
