@@ -166,6 +166,11 @@ class Bench:
             assert client.finished.reason == "length"
             assert client.tokens == self.alone(client.request.tokens, max_tokens, client.request.adapter)
 
+    def load_always(self) -> None:
+        """Keeps the engine from computing what it could load from its tier, whatever either takes here."""
+        connector: Any = self.engine.tier_connector
+        connector.load_or_recompute.observe_forward = lambda segments, seconds: None
+
     def run(self, steps: int | None = None) -> None:
         """Runs so many steps, or to the end. A run to the end waits for loads, like the engine's thread."""
         done = 0

@@ -145,7 +145,7 @@ def test_a_models_answers_are_the_same_with_its_head(headed: Any, model_type: st
             tier = TierConfig(tmp_path / str(heads), 1 << 26)
             bench = Bench(400, 8, runtime=runtime, tier=tier, draft_tokens=None, idle_work=False)
             _be_free(bench.engine)
-            _load_always(bench.engine)
+            bench.load_always()
             history = list(prompt)
             for turn in range(3):
                 client = bench.answer(history, max_tokens=24)
@@ -176,12 +176,6 @@ def _be_free(engine: Engine) -> None:
         proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
         proposer._cost.relative = lambda sequences, seconds: 0.0
         proposer._heads = Sure(proposer._heads)
-
-
-def _load_always(engine: Engine) -> None:
-    """Keeps the engine from computing what it could load, whatever either takes here."""
-    connector: Any = engine.tier_connector
-    connector.load_or_recompute.observe_forward = lambda segments, seconds: None
 
 
 def test_a_head_that_is_right_more_often_than_it_says_is_believed_in_time(headed: Any) -> None:
