@@ -138,7 +138,7 @@ def load_model(
     tensors = tensors_in(directory) or stored_tensors(name, files)
     refuse_quantized_tensors(name, directory, tensors)
     try:
-        empty = empty_model(name, declared, trust_remote_code=trusted)
+        empty = empty_model(name, copy.deepcopy(declared), trust_remote_code=trusted)
         refuse_unknown_kinds(empty)
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         head = _stored_head(tensors, declared, demands, device)
@@ -148,9 +148,9 @@ def load_model(
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
-        del empty
         if demands.kv_budget is not None:
-            _refuse_hopeless_budget(config, declared, dtype, demands)
+            _refuse_hopeless_budget(config, empty, dtype, demands)
+        del empty
         loops = in_background(functools.partial(_compiled, device, config.attention, dtype), "loops")
         report("load", 0.0)
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
@@ -301,13 +301,12 @@ def _stored_head(
     return stored_head(((tensor.name, tensor.dtype) for tensor in tensors), declared)
 
 
-def _refuse_hopeless_budget(config: ModelConfig, declared: Any, dtype: torch.dtype, demands: Demands) -> None:
-    """Raises BudgetTooSmall for a KV cache that could not hold a short request.
+def _refuse_hopeless_budget(config: ModelConfig, empty: Any, dtype: torch.dtype, demands: Demands) -> None:
+    """Raises BudgetTooSmall for a KV cache that could not hold a short request. Changes the empty model.
 
     The tensors' shapes follow from a forward of the model without weights. Some architectures cannot run one: their
     budget is checked after the load.
     """
-    empty = empty_model(config.model, copy.deepcopy(declared), trust_remote_code=config.trust_remote_code)
     try:
         with own_attention(empty), quiet():
             empty.set_experts_implementation("batched_mm")  # type: ignore[operator]  # others need data
