@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # With Python's own 5 ms each of several long bodies holds a step up for as long, each time that it needs the
 # interpreter.
 _SWITCH_S = 0.0002
+# Numbers of new objects after which garbage is collected. With Python's own, full collections visit the objects of
+# all imports several times while a model is loaded, which took a tenth of the load.
+_LOADING_OBJECTS = 100_000
+_SERVING_OBJECTS = gc.get_threshold()[0]
 
 
 def importing_server(progress: Progress) -> Progress:
@@ -81,6 +85,7 @@ class Start:
         # Keeps the garbage collector from visiting the loaded models, which stay until the end, between two tokens.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_SERVING_OBJECTS)
 
         def on_ready() -> None:
             print(ready, flush=True)
@@ -105,6 +110,7 @@ def prepare(config: Configuration) -> Start:
 
     share_heaps()
     sys.setswitchinterval(_SWITCH_S)
+    gc.set_threshold(_LOADING_OBJECTS)
     server, tracing = config.server, None
     if server.traces:
         from rootstock.server.observe.tracing import open_tracing
