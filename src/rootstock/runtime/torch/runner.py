@@ -301,7 +301,9 @@ def _stored_head(
     return stored_head(((tensor.name, tensor.dtype) for tensor in tensors), declared)
 
 
-def _refuse_hopeless_budget(config: ModelConfig, empty: Any, dtype: torch.dtype, demands: Demands) -> None:
+def _refuse_hopeless_budget(
+    config: ModelConfig, empty: nn.Module, dtype: torch.dtype, demands: Demands
+) -> None:
     """Raises BudgetTooSmall for a KV cache that could not hold a short request. Changes the empty model.
 
     The tensors' shapes follow from a forward of the model without weights. Some architectures cannot run one: their
