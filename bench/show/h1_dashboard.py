@@ -251,9 +251,13 @@ def agents(url: str) -> Iterator[None]:
                 date = f"Now it is {turn % 60:02}:{index:02}. " if index == 1 else ""
                 text = f"Fix the bug number {turn % 7} in module {index}. " + "The log says so. " * (turn % 5)
                 messages = [{"role": "system", "content": date + SYSTEM}, {"role": "user", "content": text}]
-                body = {"messages": messages, "max_tokens": 40 + 30 * index}
+                body = {
+                    "messages": messages,
+                    "max_tokens": 40 + 30 * index,
+                    "prompt_cache_key": f"agent {index}",
+                }
                 with contextlib.suppress(httpx.HTTPError):
-                    client.post("/v1/chat/completions", json=body | {"prompt_cache_key": f"agent {index}"})
+                    client.post("/v1/chat/completions", json=body)
                 if ended.wait(0.2 * index):
                     return
 

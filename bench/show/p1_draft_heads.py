@@ -405,8 +405,8 @@ def tokens_per_s(bench: Bench, batch: int, seed: int) -> float:
     """Returns the tokens a second of three batches of answers, one batch after another. Of each, the time counts from
     the last one's first token to the first one's end: all of the batch run in between."""
     done, seconds = 0, 0.0
-    for prompts in np.arange(seed, seed + 3 * batch).reshape(3, batch):
-        clients = [bench.ask(prompt(one, PROMPT), TOKENS - PROMPT) for one in prompts.tolist()]
+    for first in range(seed, seed + 3 * batch, batch):
+        clients = [bench.ask(prompt(first + number, PROMPT), TOKENS - PROMPT) for number in range(batch)]
         while not all(client.tokens for client in clients):
             bench.engine.step()
         began, before = time.perf_counter(), sum(len(client.tokens) for client in clients)
