@@ -463,8 +463,8 @@ def _named_weights(model: str, directory: Path) -> list[str]:
 def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
     """Computes the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
 
-    Processes exchange cached K and V under this name, so every byte counts. Hashing runs at the disk's speed, and
-    the bytes are in the page cache when they are loaded next.
+    Processes exchange cached K and V under this name, so every byte counts. It may run in a thread while the weights
+    are read: both use the same pages of the files.
     """
     digest = xxhash.xxh3_128(architecture.encode())
     code = (path for path in directory.glob("*.py") if path.is_file())

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import xxhash
 from mlx_lm.utils import get_total_parameters
 
+from rootstock.background import in_background
 from rootstock.config import CacheConfig, ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.metal.paged_attention import PagedKernel
@@ -109,14 +110,15 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
         _refuse_too_large(name, model, dtype, config.quantize, demands)
     if demands.kv_budget is not None:
         _refuse_hopeless_budget(model, config, demands)
+    # With every file that has a part in the configuration.
+    named = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
+    architecture = type(model).__module__
+    hashed = in_background(functools.partial(fingerprint, directory, named, architecture, report), "hash")
+    evaluate_weights(name, model, report)
     try:
-        # With every file that has a part in the configuration.
-        hashed = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
-        weights = fingerprint(directory, hashed, type(model).__module__, report)
-        weights += _QUANTIZED_SUFFIXES[config.quantize]
+        weights = hashed.result() + _QUANTIZED_SUFFIXES[config.quantize]
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
-    evaluate_weights(name, model, report)
     try:
         layout = survey(model)
     except UnsupportedModel as refusal:

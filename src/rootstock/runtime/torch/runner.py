@@ -150,18 +150,21 @@ def load_model(
             refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
         if demands.kv_budget is not None:
             _refuse_hopeless_budget(config, empty, dtype, demands)
+        architecture = type(empty).__name__
         del empty
-        loops = in_background(functools.partial(_compiled, device, config.attention, dtype), "loops")
         report("load", 0.0)
+        loops = in_background(functools.partial(_compiled, device, config.attention, dtype), "loops")
+        # Beside the load, which leaves a processor idle, and of whose files these are the same pages.
+        hashed = in_background(functools.partial(fingerprint, directory, files, architecture, report), "hash")
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
         growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
         with large_blocks_apart(), growing:
             model, decoder = _read(config, directory, files, declared, dtype, device, head)
-        weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
         report("load", 1.0)
         with own_attention(model):
             found = survey(model, device)
+        weights = hashed.result()
         if limit_time_steps(model, found):
             weights += _TIME_STEPS
     except LayerUnsupported as refusal:
