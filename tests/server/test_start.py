@@ -176,7 +176,7 @@ def test_links_and_folders_in_the_place_of_files_are_refused_or_skipped(refused:
     files = weight_files("m", copy)
     from rootstock.runtime.model_files import fingerprint
 
-    assert fingerprint(copy, files, "LlamaForCausalLM", lambda stage, done: None)
+    assert fingerprint(copy, files, "LlamaForCausalLM")
     for make in (Path.mkdir, os.mkfifo):
         shutil.rmtree(copy / "config.json", ignore_errors=True)
         (copy / "config.json").unlink(missing_ok=True)

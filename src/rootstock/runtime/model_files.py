@@ -460,7 +460,7 @@ def _named_weights(model: str, directory: Path) -> list[str]:
     return sorted(names)
 
 
-def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
+def fingerprint(directory: Path, files: list[Path], architecture: str) -> str:
     """Computes the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
 
     Processes exchange cached K and V under this name, so every byte counts. It may run in a thread while the weights
@@ -469,16 +469,12 @@ def fingerprint(directory: Path, files: list[Path], architecture: str, progress:
     digest = xxhash.xxh3_128(architecture.encode())
     code = (path for path in directory.glob("*.py") if path.is_file())
     named = [directory / CONFIG, *sorted(code), *files]
-    total = sum(file.stat().st_size for file in named)
-    done = 0
     buffer = bytearray(_HASH_CHUNK_BYTES)
     for file in named:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb", buffering=0) as stream:
             while count := stream.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
-                done += count
-                progress("hash", done / total)
     return digest.hexdigest()
 
 

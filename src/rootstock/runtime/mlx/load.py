@@ -113,12 +113,14 @@ def _load(config: ModelConfig, report: Progress, demands: Demands, directory: Pa
     # With every file that has a part in the configuration.
     named = [*files, *(path for path in [directory / MODELOPT_CONFIG] if path.exists())]
     architecture = type(model).__module__
-    hashed = in_background(functools.partial(fingerprint, directory, named, architecture, report), "hash")
+    hashed = in_background(functools.partial(fingerprint, directory, named, architecture), "hash")
     evaluate_weights(name, model, report)
+    report("hash", 0.0)
     try:
         weights = hashed.result() + _QUANTIZED_SUFFIXES[config.quantize]
     except OSError as error:
         raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
+    report("hash", 1.0)
     try:
         layout = survey(model)
     except UnsupportedModel as refusal:

@@ -155,7 +155,7 @@ def load_model(
         report("load", 0.0)
         loops = in_background(functools.partial(_compiled, device, config.attention, dtype), "loops")
         # Beside the load, which leaves a processor idle, and of whose files these are the same pages.
-        hashed = in_background(functools.partial(fingerprint, directory, files, architecture, report), "hash")
+        hashed = in_background(functools.partial(fingerprint, directory, files, architecture), "hash")
         pages = sum(file.stat().st_size for file in files)  # of files, beside the weights
         growing = reporting_growth(functools.partial(report, "load"), pages + needed.resident)
         with large_blocks_apart(), growing:
@@ -164,7 +164,9 @@ def load_model(
         report("load", 1.0)
         with own_attention(model):
             found = survey(model, device)
+        report("hash", 0.0)
         weights = hashed.result()
+        report("hash", 1.0)
         if limit_time_steps(model, found):
             weights += _TIME_STEPS
     except LayerUnsupported as refusal:
