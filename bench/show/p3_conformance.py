@@ -252,7 +252,7 @@ def main() -> None:
             for finding in result.findings:
                 print(f"{kind}: {finding}", flush=True)
             figures |= {
-                f"{kind}_requests": sum(len(each.sent) for each in result.cases),
+                f"{kind}_answers": sum(each.answers for each in result.cases),
                 f"{kind}_compared": sum(each.compared for each in result.cases),
                 f"{kind}_findings": len(result.findings),
             }

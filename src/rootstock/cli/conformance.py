@@ -61,7 +61,7 @@ def conformance(
 
     Conversations as clients have them: repeated, continued, cut, edited, at once, cancelled, with tools, after a
     restart. Each answer must be the one that the server gives with nothing cached, and each count of cached tokens
-    possible. Exit status 1: something is not true."""
+    possible. Exit status 1: something is not true. 2: nothing could be compared."""
     from rootstock.conformance.report import as_json, line_of, summary
     from rootstock.conformance.server import Server
     from rootstock.conformance.suite import SuiteOptions, run_suite
@@ -80,6 +80,11 @@ def conformance(
         if subprocess.run(restart, shell=True, check=False).returncode != 0:
             raise StartupError(f"The command of --restart failed: {restart}")
 
+    if out is not None:
+        try:
+            out.open("a").close()  # before the requests, which take minutes
+        except OSError as error:
+            raise StartupError(f"--out {out} cannot be written ({error.strerror}).") from error
     with Server(url, served_model_name, api_key) as server:
         result = run_suite(
             server,
@@ -89,6 +94,10 @@ def conformance(
         )
         print(*summary(result), sep="\n")
         if out is not None:
-            out.write_text(json.dumps(as_json(result), indent=1, ensure_ascii=False))
+            told = json.dumps(as_json(result), indent=1, ensure_ascii=False)
+            # Half of a surrogate pair is no UTF-8. Its escape is the same in JSON.
+            out.write_text(told, encoding="utf-8", errors="backslashreplace")
     if result.findings:
         raise typer.Exit(EXIT_FINDINGS)
+    if not result.compared:
+        raise StartupError("No answer could be compared: see the lines of the cases.")

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rootstock.conformance.server import Json
+from rootstock.conformance.server import Json, Server, path_of
 from rootstock.conformance.suite import CaseResult, SuiteResult
+from rootstock.conformance.talk import Exchange
 
 
 def line_of(result: CaseResult) -> str:
@@ -21,7 +22,7 @@ def line_of(result: CaseResult) -> str:
     kinds = Counter(finding.kind for finding in result.findings)
     verdict = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "ok"
     part = f"; then skipped: {result.refused}" if result.refused else ""
-    return f"{name} {verdict}: {len(result.sent)} requests, {result.compared} compared{found}{part}"
+    return f"{name} {verdict}: {result.answers} answers, {result.compared} compared{found}{part}"
 
 
 def summary(result: SuiteResult) -> Iterator[str]:
@@ -53,15 +54,15 @@ def as_json(result: SuiteResult) -> Json:
         "noise_nats": result.noise,
         "tolerance_nats": result.tolerance,
         "findings": len(result.findings),
-        "cases": [_case(each) for each in result.cases],
+        "cases": [_case(each, result.server) for each in result.cases],
     }
 
 
-def _case(result: CaseResult) -> Json:
+def _case(result: CaseResult, server: Server) -> Json:
     told: Json = {
         "case": result.case.name,
         "about": result.case.about,
-        "requests": len(result.sent),
+        "answers": result.answers,
         "compared": result.compared,
         "largest_nats": result.largest_nats,
         "shared_tokens": result.shared_tokens,
@@ -74,16 +75,20 @@ def _case(result: CaseResult) -> Json:
     }
     if result.findings:
         last = max(each.request for each in result.findings)
-        told["sent"] = [
-            {
-                "how": sent.how,
-                "body": sent.body,
-                "stream": sent.streamed,
-                "text": sent.answer.text,
-                "prompt_tokens": sent.answer.prompt_tokens,
-                "cached_tokens": sent.answer.cached_tokens,
-                "sent_before": sent.shared,
-            }
-            for sent in result.sent[: last + 1]
-        ]
+        told["sent"] = [_sent(each, server) for each in result.sent[: last + 1]]
+    return told
+
+
+def _sent(sent: Exchange, server: Server) -> Json:
+    """Returns a request as it was sent, with what came back."""
+    if not sent.body:
+        return {"how": sent.how}
+    told: Json = {
+        "how": sent.how,
+        "path": path_of(sent.body),
+        "body": server.complete_body(sent.body, stream=sent.streamed),
+        "sent_before": sent.shared,
+    }
+    if sent.answer is not None:
+        told |= {name: getattr(sent.answer, name) for name in ("text", "prompt_tokens", "cached_tokens")}
     return told

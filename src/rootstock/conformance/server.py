@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,11 @@ from rootstock.errors import StartupError
 Json = dict[str, Any]
 
 MOST_ANSWER_BYTES = 32 << 20
+MOST_COUNT = 1 << 53  # of tokens: what JSON's numbers hold exactly
+MOST_ID = (1 << 63) - 1
+# A server that is busy, or that limits rates, is asked again.
+BUSY, BUSY_WITHIN_S, BUSY_EVERY_S = (429, 503), 60.0, 1.0
+_SHOWN_CHARS = 300
 TOP_LOGPROBS = 5
 # Fields that some servers refuse. They are left out, one after the other, until a server takes the rest.
 OPTIONAL_FIELDS = ("ignore_eos", "seed", "top_logprobs", "logprobs")
@@ -25,9 +31,15 @@ class AskFailed(Exception):
     """Request that got no answer: the status and text of the server, or what became of the connection."""
 
     def __init__(self, reason: str, status: int | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        told = "" if status is None else f"status {status}: "
+        self.reason = told + "".join(map(_printable, reason[:_SHOWN_CHARS]))
         self.status = status
+        super().__init__(self.reason)
+
+
+def _printable(char: str) -> str:
+    """Returns a character as a terminal may show it, without control sequences and ends of lines."""
+    return char if char.isprintable() else ascii(char)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +101,18 @@ class Server:
     def __init__(
         self, url: str, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = server_client(url, headers, httpx.Timeout(timeout_s, connect=10.0))
+        key = (api_key or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise StartupError(
+                "The API key has a character that no header may hold. Check --api-key or OPENAI_API_KEY."
+            )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers["Accept-Encoding"] = "identity"  # a few compressed bytes may stand for very many
+        try:
+            self._client = server_client(url, headers, httpx.Timeout(timeout_s, connect=10.0))
+        except (httpx.InvalidURL, ValueError) as error:
+            raise StartupError(f"The URL is no URL of a server ({error}).") from error
+        self._timeout_s = timeout_s
         self.can = Abilities(model or "")
 
     def __enter__(self) -> Server:
@@ -99,8 +121,9 @@ class Server:
                 self.can.model = str(self._get("/v1/models")["data"][0]["id"])
             except (AskFailed, KeyError, IndexError, TypeError) as error:
                 self._client.close()
+                shown = self._client.base_url.copy_with(userinfo=b"").join("/v1/models")
                 raise StartupError(
-                    f"{self._client.base_url.join('/v1/models')} names no model ({error}). "
+                    f"{shown} names no model ({error or type(error).__name__}). "
                     "Check the URL and --api-key, or give --served-model-name."
                 ) from error
         return self
@@ -109,12 +132,12 @@ class Server:
         self._client.close()
 
     def is_up(self) -> bool:
-        """Returns whether the server answers a request, in whatever way."""
+        """Returns whether the server answers a request, in whatever way but by an error of its own."""
         try:
-            self._client.get("/v1/models", timeout=10.0)
+            with self._client.stream("GET", "/v1/models", timeout=10.0) as response:
+                return response.status_code < 500
         except httpx.HTTPError:
             return False
-        return True
 
     def _get(self, path: str) -> Any:
         return self._json("GET", path, None)
@@ -122,20 +145,36 @@ class Server:
     def _json(self, method: str, path: str, body: Json | None) -> Any:
         try:
             with self._client.stream(method, path, json=body) as response:
-                data = bytearray()
-                for piece in response.iter_bytes():
-                    data += piece
-                    if len(data) > MOST_ANSWER_BYTES:
-                        raise AskFailed(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+                data = b"".join(self._pieces(response))
                 if response.status_code != 200:
-                    raise AskFailed(data.decode(errors="replace")[:500], response.status_code)
+                    raise AskFailed(data.decode(errors="replace"), response.status_code)
                 return json.loads(data)
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise AskFailed(f"{type(error).__name__}: {error}") from error
 
+    def _pieces(self, response: httpx.Response) -> Iterator[bytes]:
+        """Yields the bytes of an answer, of bounded size and within the time for a request. Raises AskFailed."""
+        taken, deadline = 0, time.monotonic() + self._timeout_s
+        for piece in response.iter_bytes():
+            taken += len(piece)
+            if taken > MOST_ANSWER_BYTES:
+                raise AskFailed(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise AskFailed(f"an answer that does not end within {self._timeout_s:.0f} s")
+            yield piece
+
+    def _lines(self, response: httpx.Response) -> Iterator[bytearray]:
+        rest = bytearray()
+        for piece in self._pieces(response):
+            rest += piece
+            if b"\n" in piece:
+                *lines, rest = rest.split(b"\n")
+                yield from lines
+        yield rest
+
     # ------------------------------------------------------------------------------------- chats
 
-    def _complete_body(self, body: Json) -> Json:
+    def complete_body(self, body: Json, *, stream: bool = False) -> Json:
         """Returns a request's body with the fields that every request of the suite has."""
         full: Json = {
             "model": self.can.model,
@@ -149,35 +188,50 @@ class Server:
         if "prompt" in body:
             del full["top_logprobs"]
             full["logprobs"] = TOP_LOGPROBS
+        if stream:
+            full |= {"stream": True, "stream_options": {"include_usage": True}}
         return {name: value for name, value in full.items() if name not in self.can.dropped}
 
     def ask(self, body: Json, *, stream: bool = False) -> list[Answer]:
-        """Sends a chat, or a completion of a `prompt`, and returns the answer of each choice. Raises AskFailed."""
+        """Sends a chat, or a completion of a `prompt`, and returns the answer of each choice. A busy server is asked
+        again for a minute. Raises AskFailed."""
+        deadline = time.monotonic() + BUSY_WITHIN_S
+        while True:
+            try:
+                return [self._counted(answer) for answer in self._answers(body, stream)]
+            except AskFailed as error:
+                if error.status not in BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(BUSY_EVERY_S)
+
+    def _answers(self, body: Json, stream: bool) -> list[Answer]:
         if stream:
             return [_of_chunks(self.chunks(body))]
-        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        return _of_whole(self._json("POST", path, self._complete_body(body)))
+        return _of_whole(self._json("POST", path_of(body), self.complete_body(body)))
+
+    def _counted(self, answer: Answer) -> Answer:
+        """Returns an answer with the count that a server leaves out where it is 0."""
+        is_left_out = answer.cached_tokens is None and answer.prompt_tokens is not None
+        return replace(answer, cached_tokens=0) if self.can.says_cached and is_left_out else answer
 
     def chunks(self, body: Json) -> Iterator[Json]:
         """Yields the chunks of a streamed chat. Closing the iterator closes the connection. Raises AskFailed."""
-        whole = self._complete_body(body) | {"stream": True, "stream_options": {"include_usage": True}}
-        taken = 0
+        whole = self.complete_body(body, stream=True)
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json=whole) as response:
+            with self._client.stream("POST", path_of(body), json=whole) as response:
                 if response.status_code != 200:
-                    raise AskFailed(response.read().decode(errors="replace")[:500], response.status_code)
-                for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                    taken += len(data)
-                    if taken > MOST_ANSWER_BYTES:
-                        raise AskFailed(f"a stream of more than {MOST_ANSWER_BYTES} bytes")
-                    if data == "[DONE]":
+                    told = b"".join(self._pieces(response))
+                    raise AskFailed(told.decode(errors="replace"), response.status_code)
+                for line in self._lines(response):
+                    data = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
+                    if data == b"[DONE]":
                         return
                     if data:
                         chunk = json.loads(data)
                         if not isinstance(chunk, dict) or chunk.get("error"):
-                            raise AskFailed(f"the stream says {data[:500]}")
+                            raise AskFailed(f"the stream says {data.decode(errors='replace')}")
                         yield chunk
+                raise AskFailed("a stream that ends without data: [DONE]")
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise AskFailed(f"{type(error).__name__}: {error}") from error
 
@@ -198,7 +252,7 @@ class Server:
                 text = self._json("POST", "/apply-template", chat)["prompt"]
                 asked = {"content": text, "add_special": True, "parse_special": True}
                 return _ids(self._json("POST", "/tokenize", asked))
-        except (AskFailed, KeyError, TypeError):
+        except (AskFailed, KeyError, IndexError, TypeError):
             return None
         return None
 
@@ -207,7 +261,7 @@ class Server:
         try:
             told = self._json("POST", "/detokenize", {"model": self.can.model, "tokens": list(ids)})
             return str(told["prompt"] if "prompt" in told else told["content"])
-        except (AskFailed, KeyError, TypeError):
+        except (AskFailed, KeyError, IndexError, TypeError):
             return None
 
     def probe(self, body: Json) -> None:
@@ -215,7 +269,7 @@ class Server:
         for leave_out in ((), *((name,) for name in OPTIONAL_FIELDS), OPTIONAL_FIELDS):
             self.can.dropped = leave_out
             try:
-                (answer,) = self.ask(body)
+                answer = self.ask(body)[0]
                 break
             except AskFailed as error:
                 if error.status not in (400, 422) or leave_out == OPTIONAL_FIELDS:
@@ -231,28 +285,56 @@ class Server:
             self.can.tokenizes = ""
 
 
+def path_of(body: Json) -> str:
+    """Returns the path to which a body is sent."""
+    return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+
+
+# What is not of OpenAI's form shows as one of these where it is read.
+_NOT_ITS_FORM = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
+
+
+def _whole_number(told: Any, most: int) -> int:
+    if not isinstance(told, int) or isinstance(told, bool) or abs(told) > most:
+        raise TypeError(f"{told!r} is no count or id of a token")
+    return told
+
+
+def _count(told: Any) -> int | None:
+    return None if told is None else _whole_number(told, MOST_COUNT)
+
+
+def _text(told: Any) -> str:
+    if not isinstance(told, str | None):
+        raise TypeError(f"{told!r} is no text")
+    return told or ""
+
+
 def _ids(told: Any) -> list[int]:
-    return [int(each) for each in told["tokens"]]
+    return [_whole_number(each, MOST_ID) for each in told["tokens"]]
 
 
 def _of_whole(body: Any) -> list[Answer]:
     try:
-        return [_with_usage(_of_choice(choice), body.get("usage")) for choice in body["choices"]]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise AskFailed(f"not an answer of OpenAI's API: {str(body)[:300]}") from error
+        answers = [_with_usage(_of_choice(choice), body.get("usage")) for choice in body["choices"]]
+    except _NOT_ITS_FORM as error:
+        raise AskFailed(f"not an answer of OpenAI's API: {str(body)[:_SHOWN_CHARS]}") from error
+    if not answers:
+        raise AskFailed("an answer without a choice")
+    return answers
 
 
 def _of_choice(choice: Any) -> Answer:
     scored = tuple(_scored(choice.get("logprobs")))
     message = choice.get("message")
     if message is None:
-        return Answer(choice["text"], scored=scored)
+        return Answer(_text(choice["text"]), scored=scored)
     calls = tuple(
         (str(each["function"]["name"]), str(each["function"]["arguments"]))
         for each in message.get("tool_calls") or ()
     )
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Answer(message.get("content") or "", reasoning, calls, scored)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return Answer(_text(message.get("content")), _text(reasoning), calls, scored)
 
 
 @dataclass(slots=True)
@@ -267,13 +349,13 @@ class _Collected:
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
-            self.text.append(delta.get("content") or "")
-            self.reasoning.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
+            self.text.append(_text(delta.get("content")))
+            self.reasoning.append(_text(delta.get("reasoning_content") or delta.get("reasoning")))
             for call in delta.get("tool_calls") or ():
                 function = call.get("function") or {}
                 pieces = self.calls.setdefault(call.get("index") or 0, [""])
-                pieces[0] += function.get("name") or ""
-                pieces.append(function.get("arguments") or "")
+                pieces[0] += _text(function.get("name"))
+                pieces.append(_text(function.get("arguments")))
             self.scored += _scored(choice.get("logprobs"))
 
 
@@ -285,7 +367,7 @@ def _of_chunks(chunks: Iterator[Json]) -> Answer:
         calls = tuple((pieces[0], "".join(pieces[1:])) for _, pieces in sorted(got.calls.items()))
         answer = Answer("".join(got.text), "".join(got.reasoning), calls, tuple(got.scored))
         return _with_usage(answer, got.usage)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except _NOT_ITS_FORM as error:
         raise AskFailed("not a stream of OpenAI's chat API") from error
 
 
@@ -294,8 +376,8 @@ def _with_usage(answer: Answer, usage: Any) -> Answer:
         return answer
     return replace(
         answer,
-        prompt_tokens=usage.get("prompt_tokens"),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        cached_tokens=_count((usage.get("prompt_tokens_details") or {}).get("cached_tokens")),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rootstock.conformance.cases import CASES, Case
-from rootstock.conformance.server import AskFailed, Json, Server
+from rootstock.conformance.server import Answer, AskFailed, Json, Server
 from rootstock.conformance.talk import Exchange, Refused, Talk, Violation
 from rootstock.conformance.truth import Truth, compared, key_of, tolerance_of
 from rootstock.errors import InvalidOption, StartupError
@@ -36,6 +36,7 @@ class CaseResult:
     sent: Sequence[Exchange] = ()
     findings: list[Violation] = field(default_factory=list)
     refused: str = ""
+    answers: int = 0
     compared: int = 0  # answers that had a reference
     largest_nats: float = 0.0
     shared_tokens: int = 0  # that were sent before, of prompts
@@ -52,6 +53,10 @@ class SuiteResult:
     @property
     def findings(self) -> list[Violation]:
         return [finding for result in self.cases for finding in result.findings]
+
+    @property
+    def compared(self) -> int:
+        return sum(result.compared for result in self.cases)
 
 
 def run_suite(
@@ -99,7 +104,7 @@ def run_suite(
 
 def _bodies(talk: Talk) -> list[Json]:
     """Returns the different prompts of a case."""
-    return list({key_of(sent.body): sent.body for sent in talk.sent}.values())
+    return list({key_of(sent.body): sent.body for sent in talk.sent if sent.answer is not None}.values())
 
 
 def _run_case(case: Case, talk: Talk) -> CaseResult:
@@ -122,22 +127,26 @@ def _judge(
     case, tolerance = result.case, whole.tolerance
     result.sent, result.findings = talk.sent, talk.findings
     for sent in talk.sent:
-        if sent.shared is not None and sent.answer.cached_tokens is not None:
-            result.shared_tokens += sent.shared
-            result.cached_tokens += sent.answer.cached_tokens
-        cold = truth.of(sent.body) or truth.first(sent.body, sent.answer)
-        if cold is None or sent.answer.prompt_tokens is None:
+        answer = sent.answer
+        if answer is None:
             continue
-        has_length = cold.prompt_tokens == sent.answer.prompt_tokens
-        difference, nats = compared(cold, sent.answer, tolerance)
+        result.answers += 1
+        if sent.shared is not None and answer.cached_tokens is not None:
+            result.shared_tokens += sent.shared
+            result.cached_tokens += answer.cached_tokens
+        cold = truth.of(sent.body) or truth.first(sent.body, answer)
+        if cold is None:
+            continue
+        has_length = _of_one_length(cold, answer)
+        difference, nats = compared(cold, answer, tolerance, in_one_form=not sent.streamed)
         if (not has_length or difference is not None) and sent.ids is not None:
             # The history may have the tokens that were sampled, in place of others of the same text.
             by_ids = truth.of_ids(sent.body, sent.ids)
             if by_ids is not None:
-                has_length = by_ids.prompt_tokens == sent.answer.prompt_tokens
-                difference, nats = compared(by_ids, sent.answer, tolerance)
+                has_length = _of_one_length(by_ids, answer)
+                difference, nats = compared(by_ids, answer, tolerance, in_one_form=False)
         if not has_length:
-            told = f"{sent.answer.prompt_tokens} prompt tokens, {cold.prompt_tokens} where nothing is cached"
+            told = f"{answer.prompt_tokens} prompt tokens, {cold.prompt_tokens} where nothing is cached"
             result.findings.append(Violation(case.name, "false count", f"{sent.how}: {told}", sent.number))
             continue
         result.compared += 1
@@ -147,3 +156,8 @@ def _judge(
             result.findings.append(Violation(case.name, "wrong answer", what, sent.number, difference.nats))
     whole.cases.append(result)
     on_case(result)
+
+
+def _of_one_length(cold: Answer, answer: Answer) -> bool:
+    """Returns whether both say that the prompt has the same length, where both say it."""
+    return None in (cold.prompt_tokens, answer.prompt_tokens) or cold.prompt_tokens == answer.prompt_tokens

@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rootstock.conformance.server import Answer, AskFailed, Json, Server
+from rootstock.conformance.server import BUSY, Answer, AskFailed, Json, Server
 from rootstock.conformance.texts import words
 from rootstock.conformance.truth import Ledger, Truth
+from rootstock.errors import StartupError
 
 READY_WITHIN_S = 600.0
+# Statuses with which servers say that they do not take a request of this kind.
+REFUSALS = (400, 404, 405, 413, 415, 422, 501)
 
 
 class Refused(Exception):
@@ -72,12 +75,12 @@ def completion(ids: Sequence[int]) -> Chat:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request of a case, with its answer."""
+    """A request of a case, with its answer. A restart of the server has no body."""
 
     number: int
     how: str
     body: Json
-    answer: Answer
+    answer: Answer | None  # None: it failed, or its client closed the connection
     ids: Sequence[int] | None = None  # of the prompt; None: not known
     streamed: bool = False
     shared: int | None = None  # tokens that were sent before; None: not known
@@ -172,27 +175,27 @@ class Talk:
         with ThreadPoolExecutor(len(chats)) as threads:
             answers = list(threads.map(lambda chat: self._one(chat, how, stream, optional), chats))
         for chat, of_chat, choices, own, of_any in zip(chats, ids, answers, shared, by_any, strict=True):
-            for answer in choices:
-                self.sent.append(
-                    Exchange(len(self.sent), how, chat.body, answer, of_chat, stream, own, of_any)
-                )
-                self._check_counts(self.sent[-1])
-        return [choices[0] for choices in answers]
+            for answer in choices or [None]:
+                sent = Exchange(len(self.sent), how, chat.body, answer, of_chat, stream, own, of_any)
+                # A server may put more into a prompt than it tells of it: tools, say, or a schema.
+                if of_chat and answer and answer.prompt_tokens not in (None, len(of_chat)):
+                    sent = replace(sent, ids=None, shared=None)
+                self.sent.append(sent)
+                self._check_counts(sent)
+        return [choices[0] if choices else Answer() for choices in answers]
 
     def _one(self, chat: Chat, how: str, stream: bool, optional: bool) -> list[Answer]:
+        """Returns the choices of an answer; none: the request failed."""
         try:
             return self._server.ask(chat.body, stream=stream)
         except AskFailed as error:
-            status = error.status or 0
-            is_refusal = 400 <= status < 500 and (optional or not self.sent)
-            if is_refusal or (status and self._is_refused_cold(chat)):
-                raise Refused(f"{how}: {error.reason[:200]}") from error
-            self._find("failed", f"{how}: no answer ({error.status or ''} {error.reason[:200]})")
-            return [Answer()]
-
-    def _is_refused_cold(self, chat: Chat) -> bool:
-        """Returns whether a prompt is refused where nothing is cached, too."""
-        return self._truth.of(chat.body) is None
+            is_expected = optional or not self.sent or not self._server.can.cold_by
+            if (error.status in REFUSALS and is_expected) or (
+                error.status not in (None, *BUSY) and self._truth.refuses(chat.body, stream=stream)
+            ):
+                raise Refused(f"{how}: {error.reason}") from error
+            self._find("failed", f"{how}: no answer ({error.reason})")
+            return []
 
     def cancel(self, chat: Chat, chunks: int) -> None:
         """Closes a stream behind so many chunks."""
@@ -205,7 +208,9 @@ class Talk:
                 next(stream, None)
             stream.close()  # type: ignore[attr-defined]
         except AskFailed as error:
-            raise Refused(f"a stream: {error.reason[:200]}") from error
+            raise Refused(f"a stream: {error.reason}") from error
+        how = f"a stream, closed behind {chunks} chunks"
+        self.sent.append(Exchange(len(self.sent), how, chat.body, None, ids, streamed=True))
 
     def needs_repeatable(self, chat: Chat) -> None:
         """Raises Refused if the server answers a prompt in two ways although nothing is cached."""
@@ -216,11 +221,16 @@ class Talk:
     def restart(self) -> None:
         if self._restart is None:
             raise Refused("no --restart command was given")
-        self._restart()
+        try:
+            self._restart()
+        except StartupError as error:
+            raise Refused(error.message) from error
+        self.sent.append(Exchange(len(self.sent), "a restart of the server", {}, None))
         deadline = time.monotonic() + READY_WITHIN_S
         while not self._server.is_up():
             if time.monotonic() > deadline:
-                raise Refused(f"it was not up {READY_WITHIN_S:.0f} s after a restart")
+                self._find("failed", f"the server was not up {READY_WITHIN_S:.0f} s after a restart")
+                raise Refused("the server is not up")
             time.sleep(0.2)
 
     # ------------------------------------------------------------------------------------ checks
@@ -240,6 +250,8 @@ class Talk:
         return max(most, beside.shared(salt, mine))
 
     def _check_counts(self, sent: Exchange) -> None:
+        if sent.answer is None:
+            return
         cached, prompt = sent.answer.cached_tokens, sent.answer.prompt_tokens
         if cached is None or prompt is None:
             return

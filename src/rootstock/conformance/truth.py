@@ -26,6 +26,7 @@ from rootstock.conformance.texts import words
 LEAST_TOLERANCE, MOST_TOLERANCE = 1e-3, 0.25  # nats
 NOISE_TIMES = 10.0
 LEAST_LOGPROB = -8.0  # rounding of rarer tokens says nothing
+NO_NUMBER = 9999.0  # nats between a number and NaN or infinity
 FLOODS = (4, 8, 16, 32, 64)  # requests after which a server may have forgotten
 COLD_TRIES = 3
 
@@ -39,19 +40,21 @@ class Difference:
     nats: float  # largest difference of a log-probability up to there
 
 
-def compared(cold: Answer, got: Answer, tolerance: float) -> tuple[Difference | None, float]:
+def compared(
+    cold: Answer, got: Answer, tolerance: float, *, in_one_form: bool = True
+) -> tuple[Difference | None, float]:
     """Compares an answer with the reference. Returns the difference, and the largest one of a log-probability.
 
     Where two tokens are as likely as each other within twice the tolerance, either may be chosen: the comparison
-    ends there.
+    ends there. `in_one_form`: both were asked for in the same way, so that equal tokens give equal texts and calls.
     """
     worst = 0.0
     for i, (mine, its) in enumerate(zip(cold.scored, got.scored, strict=False)):
         for token in mine.top.keys() & its.top.keys():
-            if mine.top[token] >= LEAST_LOGPROB:
-                worst = max(worst, abs(mine.top[token] - its.top[token]))
+            if not mine.top[token] < LEAST_LOGPROB:  # NaN is compared
+                worst = max(worst, _apart(mine.top[token], its.top[token]))
         if mine.token == its.token:
-            worst = max(worst, abs(mine.logprob - its.logprob))
+            worst = max(worst, _apart(mine.logprob, its.logprob))
         elif not _is_tie(mine.top, mine.token, its.token, 2 * tolerance):
             return Difference(i, f"{its.token!r} instead of {mine.token!r}", worst), worst
         if worst > tolerance:
@@ -60,12 +63,23 @@ def compared(cold: Answer, got: Answer, tolerance: float) -> tuple[Difference | 
             return None, worst
     shorter, longer = sorted((cold.scored, got.scored), key=len)
     if cold.scored and got.scored:
-        if len(shorter) == len(longer) or longer[len(shorter)].logprob <= math.log(0.5) + tolerance:
+        if len(shorter) < len(longer):
+            if longer[len(shorter)].logprob <= math.log(0.5) + tolerance:
+                return None, worst
+            return Difference(len(shorter), "one answer ends here and the other goes on", worst), worst
+        if not in_one_form:
             return None, worst
-        return Difference(len(shorter), "one answer ends here and the other goes on", worst), worst
     if cold.said != got.said:
-        return Difference(0, f"{_brief(got)} instead of {_brief(cold)}", worst), worst
+        return Difference(len(shorter), f"{_brief(got)} instead of {_brief(cold)}", worst), worst
     return None, worst
+
+
+def _apart(one: float, other: float) -> float:
+    """Returns the difference of two log-probabilities."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other)
+    return difference if difference < NO_NUMBER else NO_NUMBER  # of NaN, too
 
 
 def _is_tie(top: Mapping[str, float], first: str, second: str, tolerance: float) -> bool:
@@ -129,8 +143,9 @@ class Truth:
         for each in (body, new):
             self._note(each)
         self._server.ask(body)
-        (warm,), (other,) = self._server.ask(body), self._server.ask(new)
+        warm, other = self._server.ask(body)[0], self._server.ask(new)[0]
         self._head = other.cached_tokens or 0
+        can.says_cached = can.says_cached or bool(warm.cached_tokens)  # some leave out a count of 0
         if not warm.cached_tokens or warm.cached_tokens <= self._head:
             return
         for way in ("cache_salt", "cache_prompt"):
@@ -145,28 +160,28 @@ class Truth:
 
     def _is_cold(self, body: Json) -> bool:
         try:
-            (answer,) = self._ask_cold(body)
+            return self._found_nothing(self._ask_cold(body)[0])
         except AskFailed:
             return False
-        return self._found_nothing(answer)
 
     def _found_nothing(self, answer: Answer) -> bool:
         return answer.cached_tokens is not None and answer.cached_tokens <= self._head
 
-    def _ask_cold(self, body: Json) -> list[Answer]:
+    def _ask_cold(self, body: Json, *, stream: bool = False) -> list[Answer]:
         way = self._server.can.cold_by
         if way == "flood":
             self._send_others()
         if way != "cache_salt":
             self._note(body)
-        return self._server.ask({**body, **self._cold_fields(way)})
+        return self._server.ask({**body, **self._cold_fields(way)}, stream=stream)
 
     def _send_others(self) -> None:
         """Sends other prompts, until those before are forgotten."""
         for _ in range(self._flood):
             other = {"messages": [{"role": "user", "content": words(self._rng, 8)}], "max_tokens": 1}
             self._note(other)
-            self._server.ask(other)
+            with contextlib.suppress(AskFailed):
+                self._server.ask(other)
 
     def ask_in_rounds(self, bodies: Sequence[Sequence[Json]]) -> None:
         """Asks for the references of several cases at once, where a flood comes before each.
@@ -230,10 +245,20 @@ class Truth:
         self._known[key] = self._known[key] or answer
         return self._known[key]
 
+    def refuses(self, body: Json, *, stream: bool) -> bool:
+        """Returns whether the server refuses a prompt where nothing is cached, too."""
+        if not self._server.can.cold_by:
+            return False
+        try:
+            self._ask_cold(_unsalted(body), stream=stream)
+        except AskFailed as error:
+            return error.status is not None
+        return False
+
     def _asked_for(self, body: Json) -> Answer | None:
         if not self._server.can.cold_by:
             return None
-        body = {name: value for name, value in body.items() if name != "cache_salt"}
+        body = _unsalted(body)
         for _ in range(COLD_TRIES):
             try:
                 answer = self._ask_cold(body)[0]
@@ -246,20 +271,32 @@ class Truth:
     def noise(self, bodies: Sequence[Json]) -> float:
         """Returns the largest difference between answers that were computed alone and beside others, in nats.
 
-        Both find nothing in the cache, so that only the rounding differs.
+        Both find nothing in the cache, or as much of the same prompts, so that only the rounding differs.
         """
-        if not self._server.can.cold_by or self._server.can.cold_by == "flood":
-            return 0.0
-        alone = [self.of(body) for body in bodies]
+
+        is_cold = self._server.can.cold_by in ("cache_salt", "cache_prompt")
+
+        def ask(body: Json) -> Answer:
+            if is_cold:
+                return self._ask_cold(body)[0]
+            self._note(body)
+            return self._server.ask(body)[0]
+
+        for body in () if is_cold else bodies:
+            ask(body)
+        alone = [ask(body) for body in bodies]
         with ThreadPoolExecutor(len(bodies)) as threads:
-            beside = list(threads.map(lambda body: self._ask_cold(body)[0], bodies))
+            beside = list(threads.map(ask, bodies))
         return max(_distances(alone, beside), default=0.0)
 
 
-def _distances(answers: Sequence[Answer | None], others: Sequence[Answer | None]) -> Iterator[float]:
+def _unsalted(body: Json) -> Json:
+    return {name: value for name, value in body.items() if name != "cache_salt"}
+
+
+def _distances(answers: Sequence[Answer], others: Sequence[Answer]) -> Iterator[float]:
     for one, other in zip(answers, others, strict=True):
-        if one is not None and other is not None:
-            yield compared(one, other, MOST_TOLERANCE)[1]
+        yield compared(one, other, MOST_TOLERANCE)[1]
 
 
 def tolerance_of(noise: float) -> float:
