@@ -175,7 +175,7 @@ class Talk:
         with ThreadPoolExecutor(len(chats)) as threads:
             answers = list(threads.map(lambda chat: self._one(chat, how, stream, optional), chats))
         for chat, of_chat, choices, own, of_any in zip(chats, ids, answers, shared, by_any, strict=True):
-            for answer in choices or [None]:
+            for answer in (*choices,) or (None,):
                 sent = Exchange(len(self.sent), how, chat.body, answer, of_chat, stream, own, of_any)
                 # A server may put more into a prompt than it tells of it: tools, say, or a schema.
                 if of_chat and answer and answer.prompt_tokens not in (None, len(of_chat)):
