@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import rootstock.conformance.server as client
 from conformance.odd_server import odd_server
 from rootstock.cli.main import app
+from rootstock.conformance.report import summary
 from rootstock.conformance.server import Server
 from rootstock.conformance.suite import SuiteOptions, SuiteResult, run_suite
 from rootstock.errors import StartupError
@@ -56,6 +57,12 @@ def test_a_server_that_is_right_has_no_finding(flags: tuple[str, ...]) -> None:
     result = asked(*flags)
     assert result.findings == []
     assert result.compared > 40
+
+
+def test_counts_that_cannot_be_checked_are_told() -> None:
+    told = "\n".join(summary(asked("tokenizes_no_tools", cases=("tools_changed",))))
+    assert "wrong token ids of 5 prompts" in told
+    assert "token ids" not in "\n".join(summary(asked(cases=("tools_changed",))))
 
 
 @pytest.mark.parametrize("way", [(), ("no_usage",), ("counts_nothing",), ("leaves_out_zero",)], ids=" ".join)

@@ -37,8 +37,11 @@ def summary(result: SuiteResult) -> Iterator[str]:
     yield f"Each answer was compared with the same prompt, computed {how}."
     if not can.has_logprobs:
         yield "The server gives no log-probabilities: a rounding between two equal tokens looks like a wrong answer."
+    unknown = sum(each.ids is None for case in result.cases for each in case.sent if each.answer)
     if not can.tokenizes:
         yield "The server gives no token ids: counts were checked only against the prompt's length."
+    elif unknown:
+        yield f"No or wrong token ids of {unknown} prompts: counts were checked only against the length."
     if not can.says_cached:
         yield "The server does not say how many tokens it found."
     yield f"Rounding: {result.noise:.2g} nats. A difference counts from {result.tolerance:.2g} nats on."
