@@ -16,11 +16,14 @@ from rootstock.runtime.torch.draft_heads import DIALECTS, HeadNames
 # The name of the projection, by the type of the model.
 HEADED = {
     "deepseek_v3": "eh_proj",
+    "deepseek_v32": "eh_proj",
+    "glm_moe_dsa": "eh_proj",
     "glm4_moe": "eh_proj",
     "qwen3_next": "fc",
     "qwen3_5_text": "fc",
     "qwen2": "input_proj",
 }
+LISTS = ("layer_types", "mlp_layer_types", "indexer_types")  # by layer
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
@@ -57,7 +60,7 @@ def name_head(directory: Path, names: HeadNames, parts: Mapping[str, torch.Tenso
     config, file = read_config(directory), directory / "model.safetensors"
     layers = config["num_hidden_layers"] - 1
     config |= {"num_hidden_layers": layers}
-    config |= {name: config[name][:layers] for name in ("layer_types", "mlp_layer_types") if config.get(name)}
+    config |= {name: config[name][:layers] for name in LISTS if config.get(name)}
     (directory / "config.json").write_text(json.dumps(config))
     own, last = names.own.format(layer=layers), f"model.layers.{layers}."
     tensors = {name.replace(last, own + names.block): tensor for name, tensor in load_file(file).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from draft_checkpoints import HEADED, names_of, read_config, save_headed
+from draft_checkpoints import HEADED, LISTS, names_of, read_config, save_headed
 from engine.helpers import Bench, numbers
 from image_checkpoints import save_images
 from image_schedules import Player
@@ -25,6 +26,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.speculation.heads import HeadProposer
 from rootstock.runtime.base import Batch, DraftHeads, Segment
 from rootstock.runtime.memory_fit import Demands
+from rootstock.runtime.torch import draft_heads
 from rootstock.runtime.torch.draft_heads import stored_head
 from rootstock.runtime.torch.runner import TorchRuntime, load_model
 from twins.driving import ByHand, allocate, random_tokens
@@ -58,9 +60,10 @@ class Reference:
         # The head's layer is the last one of a model that has one more.
         config = AutoConfig.from_pretrained(directory)
         config.num_hidden_layers = LAYERS + 1
-        for name in ("layer_types", "mlp_layer_types"):
+        of_head = {"layer_types": "full_attention", "indexer_types": "full"}
+        for name in LISTS:
             if isinstance(kinds := getattr(config, name, None), list):
-                setattr(config, name, [*kinds, "full_attention" if name == "layer_types" else kinds[-1]])
+                setattr(config, name, [*kinds, of_head.get(name, kinds[-1])])
         config._attn_implementation = "eager"
         moved = own + names.block
         mapping = {"^" + moved.replace(".", r"\."): f"model.layers.{LAYERS}."}
@@ -158,6 +161,26 @@ def test_a_models_answers_are_the_same_with_its_head(headed: Any, model_type: st
     assert found[0] == found[1]
 
 
+def test_a_head_that_overflows_costs_no_request(tmp_path: Path) -> None:
+    directory = save_headed(tmp_path, "qwen2", LAYERS)
+    prompts = [numbers(seed, 50) for seed in range(3)]
+    plain = Bench(400, 8, runtime=load(directory, heads=False), idle_work=False)
+    expected = [plain.answer(prompt, max_tokens=60).tokens for prompt in prompts]
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.mtp_layers.0.final_layernorm.weight"][0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    bench = Bench(400, 8, runtime=load(directory), draft_tokens=None, idle_work=False)
+    proposer: Any = bench.engine.parts.proposer
+    proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
+    proposer._cost.relative = lambda sequences, seconds: 0.0
+    calls: list[int] = []
+    draft = proposer._heads.draft
+    proposer._heads = type("Counted", (), {"draft": lambda _, *given: calls.append(1) or draft(*given)})()
+    assert [bench.answer(prompt, max_tokens=60).tokens for prompt in prompts] == expected
+    assert calls
+
+
 class Sure:
     """A head that is sure of itself."""
 
@@ -239,6 +262,41 @@ def test_a_checkpoint_with_half_a_head_is_served_without_it(
     assert runtime.draft_heads is None
     assert "draft head is not used" in caplog.text
     assert runtime.description.families == load(directory, heads=False).description.families
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("input_proj", lambda weight: weight[:, : len(weight)]),
+        ("input_proj", lambda weight: weight[0]),
+        ("token_layernorm", lambda weight: torch.cat([weight, weight])),
+        ("final_layernorm", lambda weight: weight[:-1]),
+        ("mlp.up_proj", lambda weight: weight[:-1]),
+        ("self_attn.q_proj", lambda weight: weight[0]),
+    ],
+)
+def test_a_head_of_other_shapes_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    directory = save_headed(tmp_path, "qwen2", LAYERS)
+    tensors = load_file(directory / "model.safetensors")
+    name = f"model.mtp_layers.0.{part}.weight"
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    runtime = load(directory)
+    assert runtime.draft_heads is None
+    assert "draft head is not used" in caplog.text
+    assert runtime.description.families == load(directory, heads=False).description.families
+
+
+def test_a_model_that_cannot_have_one_more_layer_is_served_without_its_head(
+    headed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a list of a kind for each layer that nobody knows."""
+    kinds = {name: kind for name, kind in draft_heads._KINDS.items() if name != "indexer_types"}
+    monkeypatch.setattr(draft_heads, "_KINDS", kinds)
+    assert load(headed("glm_moe_dsa")).draft_heads is None
+    assert "draft head is not used" in caplog.text
 
 
 def test_heads_are_not_loaded_unless_drafts_are_on(headed: Any) -> None:

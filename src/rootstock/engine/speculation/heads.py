@@ -96,6 +96,7 @@ class HeadProposer(NgramProposer):
             self._heads = None
             return guesses
         self._observe(len(segments), (self._clock() - began) / most)
+        chances = np.nan_to_num(chances)  # a head that overflows is sure of nothing
         for number, drafted, certainty in zip(open_ones, tokens, chances, strict=True):
             left = possible(sequences[number], drafted[: sequences[number].tokens_left - 1])
             if len(left):

@@ -30,7 +30,8 @@ from transformers.masking_utils import create_causal_mask
 from rootstock.runtime.torch.hooks import HookedCache, RowsWritten
 from rootstock.runtime.torch.inspect.config import text_config
 
-_KINDS = {"layer_types": "full_attention", "mlp_layer_types": None}  # lists by layer; None: as the last one
+# Lists by layer, and the head's kind in each. None: as the last layer.
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": None, "indexer_types": "full"}
 _FLOATS = {"F32", "BF16", "F16"}
 
 
@@ -191,14 +192,20 @@ def attach_head(
     model: nn.Module, stored: StoredHead, files: Sequence[Path], dtype: torch.dtype
 ) -> HeadedDecoder:
     """Takes the last layer out of a loaded model, and makes a head of it. Raises KeyError, AttributeError or OSError
-    for what is not there."""
+    for what is not there, and ValueError for tensors of another shape."""
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     if not hasattr(decoder, "rotary_emb"):
         raise AttributeError(f"{type(decoder).__name__} has no rotary positions")
     block = decoder.layers[stored.layer]
+    weights = _read(files, {f"{stored.own}{part}.weight" for part in stored.names.parts})
+    width = len(block.input_layernorm.weight)
+    for part in stored.names.parts:
+        shape = tuple(weights[f"{stored.own}{part}.weight"].shape)
+        wanted = (width, 2 * width) if part == stored.names.projection else (width,)
+        if shape != wanted:
+            raise ValueError(f"its {part} has the shape {shape}, not {wanted}")
     decoder.layers = decoder.layers[: stored.layer]
     _set_layers(text_config(model), stored.layer)
-    weights = _read(files, {f"{stored.own}{part}.weight" for part in stored.names.parts})
     device = next(model.parameters()).device
     parts: list[nn.Module] = []
     for part in stored.names.parts:

@@ -143,7 +143,11 @@ def load_model(
         refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
         head = _stored_head(tensors, declared, demands, device)
         if head is not None:
-            empty = empty_model(name, head.with_layer(declared), trust_remote_code=trusted)
+            try:
+                empty = empty_model(name, head.with_layer(declared), trust_remote_code=trusted)
+            except ModelError as refusal:
+                _tell_of_unused_head(refusal)
+                head = None
         needed = weight_bytes(tensors, empty, dtype, config.quantize, not codes_missing(device))
         if config.memory_check:
             needed = replace(needed, adapters=demands.adapter_weights * dtype.itemsize)
@@ -289,9 +293,13 @@ def _read(
                 device
             )
             return model, attach_head(model, head, files, dtype)
-        except (ModelError, KeyError, AttributeError) as refusal:
-            _log.warning("the checkpoint's draft head is not used: %s", refusal)
+        except (ModelError, KeyError, AttributeError, ValueError) as refusal:
+            _tell_of_unused_head(refusal)
     return read(config=declared, dtype=dtype, device=device).to(device), None
+
+
+def _tell_of_unused_head(refusal: Exception) -> None:
+    _log.warning("the checkpoint's draft head is not used: %s", refusal)
 
 
 def _stored_head(

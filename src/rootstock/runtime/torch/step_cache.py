@@ -185,6 +185,8 @@ class PackedCache(FusedStep):
             ]
         for rows, segment, slots in self._alone:
             yield StepPart(rows, SequenceCache(self._pool, segment, slots), segment.past)
+        if self._last is not None:  # this was the attention of the draft head's layer
+            raise RowsWritten
 
     def within(self, part: StepPart) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._adapter_rows is None else self._adapter_rows.within(part)
