@@ -123,7 +123,7 @@ class Server:
                 self._client.close()
                 shown = self._client.base_url.copy_with(userinfo=b"").join("/v1/models")
                 raise StartupError(
-                    f"{shown} names no model ({error or type(error).__name__}). "
+                    f"{shown} names no model ({error}). "
                     "Check the URL and --api-key, or give --served-model-name."
                 ) from error
         return self
