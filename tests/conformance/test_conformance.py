@@ -120,6 +120,16 @@ def test_a_small_difference_counts_from_the_tolerance_on() -> None:
     assert compared(*rare, 0.1)[0] is None
 
 
+def test_a_seed_may_draw_another_token_where_rounding_is_large() -> None:
+    first = {"a": -1.0, "b": -2.0, "c": -3.0}
+    one, other = scored(("a", first), ("x", {"x": -1.0})), scored(("c", first), ("y", {"y": -1.0}))
+    assert compared(one, other, 0.25, drawn=True)[0] is None
+    assert compared(one, other, 0.25)[0] is not None
+    assert compared(one, other, 0.001, drawn=True)[0] is not None
+    moved = scored(("c", {"a": -1.0, "b": -2.6, "c": -3.0}))
+    assert compared(one, moved, 0.25, drawn=True)[0] is not None
+
+
 def test_an_answer_that_ends_early_differs_unless_the_end_was_as_likely() -> None:
     sure, unsure = ("a", {"a": -0.1}), ("a", {"a": -1.2})
     assert compared(scored(sure, sure), scored(sure), 0.01)[0] is not None

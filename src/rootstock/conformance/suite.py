@@ -138,13 +138,14 @@ def _judge(
         if cold is None:
             continue
         has_length = _of_one_length(cold, answer)
-        difference, nats = compared(cold, answer, tolerance, in_one_form=not sent.streamed)
+        drawn = bool(sent.body.get("temperature"))
+        difference, nats = compared(cold, answer, tolerance, in_one_form=not sent.streamed, drawn=drawn)
         if (not has_length or difference is not None) and sent.ids is not None:
             # The history may have the tokens that were sampled, in place of others of the same text.
             by_ids = truth.of_ids(sent.body, sent.ids)
             if by_ids is not None:
                 has_length = _of_one_length(by_ids, answer)
-                difference, nats = compared(by_ids, answer, tolerance, in_one_form=False)
+                difference, nats = compared(by_ids, answer, tolerance, in_one_form=False, drawn=drawn)
         if not has_length:
             told = f"{answer.prompt_tokens} prompt tokens, {cold.prompt_tokens} where nothing is cached"
             result.findings.append(Violation(case.name, "false count", f"{sent.how}: {told}", sent.number))
