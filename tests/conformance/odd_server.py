@@ -155,9 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def odd_server(*flags: str) -> Iterator[str]:
-    """Runs a server and yields its URL."""
-    handler = type("Handler", (_Handler,), {"odd": OddServer(frozenset(flags))})
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Runs a server with this handler and yields its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -165,3 +164,10 @@ def odd_server(*flags: str) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def odd_server(*flags: str) -> Iterator[str]:
+    """Runs an odd server and yields its URL."""
+    with serving(type("Handler", (_Handler,), {"odd": OddServer(frozenset(flags))})) as url:
+        yield url

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from conformance.odd_server import serving
 from rootstock.cache.families import Family
 from rootstock.cli.main import app
 from rootstock.conformance.cases import CASES
@@ -186,13 +186,8 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 
         def log_message(self, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Same)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(Same) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def path_of(body: Json) -> str:
     return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
 
 
-# What is not of OpenAI's form shows as one of these where it is read.
+# Errors of reading an answer that is not of OpenAI's form.
 _NOT_ITS_FORM = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
 
 

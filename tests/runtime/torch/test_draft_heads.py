@@ -172,8 +172,7 @@ def test_a_head_that_overflows_costs_no_request(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     bench = Bench(400, 8, runtime=load(directory), draft_tokens=None, idle_work=False)
     proposer: Any = bench.engine.parts.proposer
-    proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
-    proposer._cost.relative = lambda sequences, seconds: 0.0
+    _cost_nothing(proposer)
     calls: list[int] = []
     draft = proposer._heads.draft
     proposer._heads = type("Counted", (), {"draft": lambda _, *given: calls.append(1) or draft(*given)})()
@@ -192,12 +191,16 @@ class Sure:
         return tokens, np.full_like(chances, 0.9)
 
 
+def _cost_nothing(proposer: Any) -> None:
+    proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
+    proposer._cost.relative = lambda sequences, seconds: 0.0
+
+
 def _be_free(engine: Engine) -> None:
     """Makes drafts of heads pay, whatever a step takes here."""
     proposer: Any = engine.parts.proposer
     if isinstance(proposer, HeadProposer):
-        proposer._cost.longer = lambda sequences, context, most: np.zeros(most)
-        proposer._cost.relative = lambda sequences, seconds: 0.0
+        _cost_nothing(proposer)
         proposer._heads = Sure(proposer._heads)
 
 
@@ -292,7 +295,7 @@ def test_a_head_of_other_shapes_is_left_out(
 def test_a_model_that_cannot_have_one_more_layer_is_served_without_its_head(
     headed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As by a list of a kind for each layer that nobody knows."""
+    """A list with a kind for each layer, which the loader does not know, is one such reason."""
     kinds = {name: kind for name, kind in draft_heads._KINDS.items() if name != "indexer_types"}
     monkeypatch.setattr(draft_heads, "_KINDS", kinds)
     assert load(headed("glm_moe_dsa")).draft_heads is None

@@ -197,10 +197,12 @@ def attach_head(
     if not hasattr(decoder, "rotary_emb"):
         raise AttributeError(f"{type(decoder).__name__} has no rotary positions")
     block = decoder.layers[stored.layer]
-    weights = _read(files, {f"{stored.own}{part}.weight" for part in stored.names.parts})
+    named = {part: f"{stored.own}{part}.weight" for part in stored.names.parts}
+    found = _read(files, set(named.values()))
+    weights = {part: found[name] for part, name in named.items()}
     width = len(block.input_layernorm.weight)
-    for part in stored.names.parts:
-        shape = tuple(weights[f"{stored.own}{part}.weight"].shape)
+    for part, weight in weights.items():
+        shape = tuple(weight.shape)
         wanted = (width, 2 * width) if part == stored.names.projection else (width,)
         if shape != wanted:
             raise ValueError(f"its {part} has the shape {shape}, not {wanted}")
@@ -208,8 +210,8 @@ def attach_head(
     _set_layers(text_config(model), stored.layer)
     device = next(model.parameters()).device
     parts: list[nn.Module] = []
-    for part in stored.names.parts:
-        weight = weights[f"{stored.own}{part}.weight"].to(device, dtype)
+    for part, stored_weight in weights.items():
+        weight = stored_weight.to(device, dtype)
         if part == stored.names.projection:
             made: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         else:
