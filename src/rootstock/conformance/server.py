@@ -108,10 +108,7 @@ class Server:
             )
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         headers["Accept-Encoding"] = "identity"  # a few compressed bytes may stand for very many
-        try:
-            self._client = server_client(url, headers, httpx.Timeout(timeout_s, connect=10.0))
-        except (httpx.InvalidURL, ValueError) as error:
-            raise StartupError(f"The URL is no URL of a server ({error}).") from error
+        self._client = server_client(url, headers, httpx.Timeout(timeout_s, connect=10.0))
         self._timeout_s = timeout_s
         self.can = Abilities(model or "")
 
